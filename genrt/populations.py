@@ -17,7 +17,6 @@ from genrt.errors import Closed, InvalidRequest, OutOfMemory
 from genrt.numbers import check_int, check_timeout, shown
 from genrt.questions.arguments import Table, TokenIds, check_contexts, check_seed
 from genrt.questions.draws import (
-    Laws,
     PopulationDraw,
     block_seeds,
     draw_temperature,
@@ -45,7 +44,7 @@ from genrt.questions.sequences import (
 from genrt.runtime.ask import Asker, blocking_question, seconds_left
 from genrt.runtime.thread import EngineThread
 from genrt.tokens.encoding import encode_prompt
-from genrt.tokens.sampling import BatchDraw
+from genrt.tokens.sampling import BatchDraw, Laws
 
 __all__ = ["Ask", "Population", "PopulationRuntime", "Prompts", "begin", "draw_batch", "draw_texts"]
 

@@ -6,16 +6,21 @@ No array is asked about here, and nothing goes on by number: rows are found by t
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from genrt.lm import AsyncLM
+from genrt.questions.arguments import seeds_at
 from genrt.questions.masks import Mask
-from genrt.tokens.sampling import BatchDraw
+from genrt.tokens import sampling
+from genrt.tokens.sampling import BatchDraw, seeded_uniforms
+from tests.tokens.draws_by_hand import multiplied
 
-__all__ = ["drawn_apart", "drawn_apart_sync"]
+__all__ = ["drawn_apart", "drawn_apart_sync", "products_apart"]
 
 
 async def drawn_apart(
@@ -48,3 +53,28 @@ def drawn_apart_sync(
 ) -> BatchDraw:
     """Return the same to a thread without a loop."""
     return asyncio.run(drawn_apart(lm, contexts, seed=seed, **options))
+
+
+async def products_apart(
+    lm: AsyncLM,
+    texts: Sequence[Sequence[Sequence[int]]],
+    laws: Sequence[tuple[float, float]],
+    *,
+    masks: Sequence[Mask | None] | None = None,
+    seed: int,
+    adapter: str | None = None,
+) -> BatchDraw:
+    """Return what ``draw_texts`` is to return for texts with a context for each law, by rows that are
+    multiplied on the host in float64."""
+    several = [
+        await lm.batch_next_token_logprobs(contexts, adapter=adapter)
+        for contexts in zip(*texts, strict=True)
+    ]
+    weights = multiplied([rows.cpu() for rows in several], laws)
+    for row, mask in zip(weights, masks or [None] * len(texts), strict=True):
+        if mask is not None:
+            allowed = torch.zeros(len(row), dtype=torch.bool)
+            allowed[[*mask]] = True  # type: ignore[misc]
+            row[~allowed] = -math.inf
+    uniforms = seeded_uniforms(seeds_at(seed, np.arange(len(texts))))
+    return sampling.draw(weights, uniforms=uniforms)

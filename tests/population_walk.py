@@ -23,11 +23,11 @@ import torch
 from genrt.contexts import Context
 from genrt.errors import EngineFailed, TimedOut
 from genrt.lm import AsyncLM
-from genrt.populations import Population
+from genrt.populations import Population, draw_texts
 from genrt.questions.draws import batch_draw, step_seed
 from genrt.runtime.concurrency import gather_all
 from genrt.tokens.sampling import BatchDraw, Draw
-from tests.apart import drawn_apart
+from tests.apart import drawn_apart, products_apart
 
 __all__ = [
     "EVENTS",
@@ -50,6 +50,7 @@ EVENTS = (
     "fails",
     "not_finite",
     "paused",
+    "product",
     "replaced",
     "restarted",
     "scored",
@@ -60,7 +61,17 @@ EVENTS = (
 """What may happen to questions and engines between two draws."""
 
 
-QUIET = ("advance", "batch", "block", "cancelled", "evicted", "scored", "thread", "timed_out")
+QUIET = (
+    "advance",
+    "batch",
+    "block",
+    "cancelled",
+    "evicted",
+    "product",
+    "scored",
+    "thread",
+    "timed_out",
+)
 """The events that change nothing for other populations."""
 
 MADE: list[Any] = [list, np.array, torch.tensor]
@@ -320,8 +331,13 @@ class Walk:
             await happening
 
     async def one_draw(self, particles: Particles, seed: int) -> BatchDraw:
-        """Draw after each sequence; a draw may be the first of a block, which is cut off again."""
+        """Draw after each sequence, also from a product with another law; a draw may be the first of a
+        block, which is cut off again."""
         population: Any = particles.population
+        if isinstance(population, Population) and self.rng.random() < 0.3:
+            others = self.others(particles, 1)
+            laws = ((1.0, 2.0), (0.5, 1.0))
+            return await draw_texts([population, *others], laws, masks=None, seed=seed, where=None)
         if not isinstance(population, Population) or self.rng.random() < 0.5:
             draws: BatchDraw = await population.draw(seed=seed)
             return draws
@@ -371,7 +387,7 @@ class Walk:
     async def _paused(self, particles: Particles) -> None:
         lm = self.runtime.lm
         await lm.pause()
-        draw = asyncio.ensure_future(self.one_draw(particles, 4))
+        draw = asyncio.ensure_future(particles.population.draw(seed=4))
         await asyncio.sleep(0)
         lm.resume()
         await self.check(particles, await draw, {"seed": 4})
@@ -453,6 +469,48 @@ class Walk:
             tokens = draws.token_ids.tolist()
             particles.lists = [
                 [*one, each] for one, each in zip(particles.lists, tokens, strict=True)
+            ]
+        self.same(particles)
+
+    def others(self, particles: Particles, count: int) -> list[Population]:
+        """Return populations of as many sequences, new ones or copies."""
+        lists, found = particles.lists, list[Population]()
+        for _ in range(count):
+            if self.rng.random() < 0.5:
+                places = self.rng.choices(range(len(lists)), k=len(lists))
+                found.append(particles.population.take(places))
+            else:
+                contexts = [self.ids(self.rng.randint(1, 9)) for _ in lists]
+                own = self.runtime.lm.population(contexts, adapter=particles.adapter)
+                found.append(own)
+        return found
+
+    async def _product(self, particles: Particles) -> None:
+        """Draws from the law of a population to a power, or times those of others."""
+        rng, lists = self.rng, particles.lists
+        if not isinstance(particles.population, Population) or not lists:
+            return
+        powers = [(rng.choice([1.0, 0.5]), rng.choice([1.0, 0.4, 2.0])) for _ in range(3)]
+        laws = tuple(powers[: rng.randint(1, 3)])
+        others = self.others(particles, len(laws) - 1)
+        for _ in range(rng.randint(1, 3)):
+            if rng.random() < 0.3:
+                await self._cancelled(particles)
+            several = [particles.population, *others]
+            way: dict[str, Any] = {"seed": rng.randrange(10**6), "masks": None}
+            if rng.random() < 0.5:
+                way["masks"] = [self.mask(self.runtime.lm.vocab_size) for _ in lists]
+            found = await draw_texts(several, laws, where=None, **way)
+            texts = [*zip(*several, strict=True)]
+            own = self.runtime.quiet, texts, laws
+            wanted = await products_apart(*own, **way, adapter=particles.adapter)
+            expect_equal(found, wanted, max(self.runtime.tolerance, 1e-5))
+            tokens = found.token_ids.tolist()
+            for each in several:
+                each.append(tokens)
+            particles.lists = [
+                one if token < 0 else [*one, token]
+                for one, token in zip(particles.lists, tokens, strict=True)
             ]
         self.same(particles)
 

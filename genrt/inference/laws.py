@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from genrt.constraints.protocols import prompt_tokens
@@ -35,7 +35,8 @@ class Law:
         prompt: a text, tokenized as by ``lm.generate``, or token ids; ``ids`` are its token ids.
         adapter: the name of the adapter.
         temperature: above 0. The rows are divided by it and normalized.
-        power: the exponent of the tempered probabilities, which are not normalized again. 0 is no law.
+        power: the exponent of the tempered probabilities, which are not normalized again. Its size is
+            from 1e-30 to 1e30.
     """
 
     lm: AsyncLM
@@ -55,8 +56,10 @@ class Law:
         checks.adapter_name(self.adapter)
         object.__setattr__(self, "temperature", checks.check_temperature(self.temperature))
         object.__setattr__(self, "power", check_float("power", self.power))
-        if self.power == 0 or not math.isfinite(self.power):
-            raise InvalidRequest(f"power is {displayed(self.power)}: give a finite number but 0")
+        if not 1e-30 <= abs(self.power) <= 1e30:
+            raise InvalidRequest(
+                f"power is {displayed(self.power)}: give a number but 0, of a size from 1e-30 to 1e30"
+            )
 
     def check_length(self, max_tokens: int, prompt: Sequence[int] | None = None) -> None:
         """Raise ContextTooLong if the prompt, or another one, leaves no room for so many tokens."""
@@ -90,30 +93,20 @@ class Law:
 
 def are_drawn_together(laws: Sequence[Law]) -> bool:
     """Return whether the rows of the laws are multiplied where they are computed."""
-    models = {(id(each.lm), each.adapter) for each in laws}
-    return len(models) == 1 and all(each.power > 0 for each in laws)
+    return len({(id(each.lm), each.adapter) for each in laws}) == 1
 
 
 def product(laws: Sequence[Law], rows: Sequence[Tensor]) -> Tensor:
-    """Return the log-weights of tokens by several laws, ``[n, V]`` on the device of the first rows: -inf
-    where any law of positive power has no probability.
+    """Return the log-weights of tokens by several laws, as ``sampling.product`` does: ``[n, V]`` on the
+    device of the first rows."""
+    factors = [each.to(rows[0].device) for each in rows]
+    return sampling.product(factors, [(law.temperature, law.power) for law in laws])
 
-    Raises:
-        InvalidRequest: a law of negative power gives no probability to a token that the others give some.
-    """
-    parts = [
-        sampling.weighed(each, law.temperature, law.power).to(rows[0].device)
-        for law, each in zip(laws, rows, strict=True)
-    ]
-    if len(laws) == 1 and laws[0].power > 0:
-        return parts[0]
-    no_mass = torch.stack(
-        [part == -math.inf for law, part in zip(laws, parts, strict=True) if law.power > 0]
-    ).any(dim=0)
-    total = torch.stack(parts).sum(dim=0).masked_fill(no_mass, -math.inf)
-    if bool((total == math.inf).any()):
+
+def check_finite(log_weights: Sequence[float] | np.ndarray) -> None:
+    """Raise InvalidRequest for +inf: a law of negative power has no probability where the others have."""
+    if np.isposinf(log_weights).any():
         raise InvalidRequest(INFINITE)
-    return total
 
 
 def product_of_sums(laws: Sequence[Law], log_probabilities: Sequence[float]) -> float:
@@ -122,8 +115,7 @@ def product_of_sums(laws: Sequence[Law], log_probabilities: Sequence[float]) -> 
     if any(each == -math.inf for law, each in pairs if law.power > 0):
         return -math.inf
     total = math.fsum(law.power * each for law, each in pairs)
-    if total == math.inf:
-        raise InvalidRequest(INFINITE)
+    check_finite([total])
     return total
 
 

@@ -74,6 +74,7 @@ from genrt.inference.awrs import AWRS, draw_allowed
 from genrt.inference.laws import (
     Law,
     are_drawn_together,
+    check_finite,
     checked_laws,
     product,
     product_of_sums,
@@ -484,6 +485,8 @@ class TextModel:
             seeds = seeds_at(seed, np.array(places))
             found = await asyncio.to_thread(_draw_from_product, laws, rows, masks, seeds)
         token_ids, logprobs, log_masses = (each.tolist() for each in found)
+        if not is_one:
+            check_finite(log_masses)
         if is_one and not has_mass:
             log_masses = [0.0] * len(token_ids)
         return [*zip(token_ids, log_masses, logprobs, strict=True)]
@@ -514,6 +517,7 @@ class TextModel:
             if masks is not None:
                 allowed = unpacked(masks.numpy().view(np.uint32), found.shape[1])
                 found[~allowed.numpy()] = -math.inf
+            check_finite(found)
             return found
 
         return await asyncio.to_thread(weigh)
@@ -573,7 +577,9 @@ class TextModel:
     ) -> tuple[Floats, Floats]:
         """Return the tokens' weights ``[n, V]``, 0 where the constraint is not checked, with the sum of
         all stop tokens at the end token; and the weight of each stop token, in order."""
-        weights: Floats = product(laws, rows).cpu().double().exp().numpy()
+        log_weights = product(laws, rows).cpu().double()
+        check_finite(log_weights.numpy())
+        weights: Floats = log_weights.exp().numpy()
         distinct = {id(state): state for state in states}
         allowed = {key: state.mask().cpu().numpy() for key, state in distinct.items()}
         stops = sorted(self.ends.token_ids)

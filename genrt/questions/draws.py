@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TypeAlias, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -31,16 +30,13 @@ from genrt.tokens.sampling import (
     Draw,
     DrawGraphs,
     DrawInputs,
+    Laws,
     PackedMasks,
     copy_masks,
     draw_chunk,
     rows_at_once,
     seeded_uniforms,
-    weighed,
 )
-
-Laws: TypeAlias = Sequence[tuple[float, float]]
-"""A temperature and a power above 0 for each of several rows, whose product is drawn from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +283,7 @@ class PopulationDraw(Request):
                 return gather_rows(rows)
             at = np.arange(len(self)) if places is None else places
             return rows.index_select(0, moved(torch.from_numpy(at), rows.device))
-        heats = None if self.temperature == 1.0 else np.full(len(self), self.temperature)
+        heats = None if self.temperature == 1.0 else np.full(len(self.seeds), self.temperature)
         found = draw_from_rows(rows, self.seeds, self.masks, heats, places, self.laws)
         turns = len(self) // len(found)
         return found if turns == 1 else found.repeat_interleave(turns, dim=0)
@@ -365,13 +361,17 @@ def launch_draws(
 ) -> tuple[Tensor, AsyncHostCopy]:
     """Return the draws of all populations in order, and their copy on its way to the host.
 
-    One launch draws all of them if a graph can; both results are then valid until the next launch.
-    Sequence ``i`` of population ``k`` draws from row ``places[k][i]``, or from row ``i``.
+    One launch draws all of them if a graph can and they have the same laws; both results are then valid
+    until the next launch. Sequence ``i`` of population ``k`` draws from row ``places[k][i]``, or from row
+    ``i``.
     """
-    pairs = [*zip(several, places, strict=True)]
-    if all(each.temperature == 1.0 and not each.laws for each in several):
-        inputs = [DrawInputs(cast("np.ndarray", each.seeds), each.masks, at) for each, at in pairs]
-        if (found := graphs.launch(rows, inputs)) is not None:
+    pairs, laws = [*zip(several, places, strict=True)], several[0].laws
+    if all(each.laws == laws for each in several):
+        inputs = [
+            DrawInputs(cast("np.ndarray", each.seeds), each.masks, at, each.temperature)
+            for each, at in pairs
+        ]
+        if (found := graphs.launch(rows, inputs, laws)) is not None:
             return found
     whole = _one([each.draw(rows, at) for each, at in pairs])
     return whole, AsyncHostCopy(whole)
@@ -414,14 +414,7 @@ def draw_from_rows(
         bits, hot = [None if x is None else x[part] for x in (mask, heat)]
         there = None if at is None else at[own]
         batch = batch if isinstance(batch, Tensor) else gather_rows(batch)
-        power = laws[0][1] if turns == 1 and laws and laws[0][0] == 1.0 else 1.0
-        if laws and power == 1.0:
-            batch = batch if there is None else batch.index_select(0, there)
-            factors = [weighed(batch[turn::turns], *each) for turn, each in enumerate(laws)]
-            batch, there = functools.reduce(torch.add, factors), None
-        parts.append(
-            draw_chunk(batch, numbers[part], mask=bits, heat=hot, places=there, power=power)
-        )
+        parts.append(draw_chunk(batch, numbers[part], mask=bits, heat=hot, places=there, laws=laws))
     return _one(parts)
 
 

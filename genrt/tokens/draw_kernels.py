@@ -5,21 +5,25 @@ every block of tokens to its maximum entry and the sum of its weights relative t
 kernel, with one program per draw, chooses a block and one of its tokens. A program reads one row in tiles
 of one size, so no draw depends on the number of draws.
 
-Sums over a block are float32; sums over blocks and cumulative sums are float64. A maximum may or may not
-propagate NaN, so NaN is excluded from maxima and detected in the sums. Some versions of Triton treat
-literals in comparisons as float32, so ``tl.full`` makes float64 ones. Kernel annotations are
-evaluated and may name only ``tl``. A kernel's ``tl.tensor`` is a tensor's address, an int, or None.
+An entry of a product of rows is a sum of their entries. Sums over a block are float32; sums over rows and
+over blocks and cumulative sums are float64. A maximum may or may not propagate NaN, so NaN is excluded
+from maxima and detected in the sums. Some versions of Triton treat literals in comparisons as float32, so
+``tl.full`` makes float64 ones. Kernel annotations are evaluated and may name only ``tl``. A kernel's
+``tl.tensor`` is a tensor's address, an int, or None.
 """
 
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from genrt.tokens.rows import moved
 
 TILE = 32
 """Blocks per program of the first kernel."""
@@ -41,33 +45,49 @@ def draw_fused(
     mask: Tensor | None,
     heat: Tensor | None,
     places: Tensor | None,
+    laws: Sequence[tuple[float, float]],
     block: int,
     largest: float,
     greedy_below: float,
 ) -> Tensor:
     """Return the result of ``sampling.draw_chunk`` without waiting for the device.
 
-    ``batch`` is float32 ``[m, V]`` with contiguous rows; ``mask`` is packed. The last three arguments are
-    constants of ``sampling``. There must be at least one draw.
+    ``batch`` is float32 ``[m, V]`` with contiguous rows; ``mask`` is packed; no law is greedy. The last
+    three arguments are constants of ``sampling``. There must be at least one draw.
     """
     numbers = numbers.contiguous()
     heat, places = [None if x is None else x.contiguous() for x in (heat, places)]
     if mask is not None and mask.stride(-1) != 1:
         mask = mask.contiguous()
-    planes, width = 2 if heat is None else 3, batch.shape[-1]
-    reduced = batch.new_empty(len(numbers), planes, triton.cdiv(width, block))
-    found = numbers.new_empty(len(numbers), 3)
+    width, kind = batch.shape[-1], (len(laws), any(heat != 1.0 for heat, _ in laws))
+    reduced = room(len(numbers), triton.cdiv(width, block), heat is not None, *kind, batch.device)
+    found = numbers.new_empty(len(numbers), len(laws) or 1, 3)
+    factors = torch.tensor([*laws], dtype=torch.float64) if laws else None
     # Triton launches on the current device.
     is_elsewhere = batch.is_cuda and batch.device.index != torch.cuda.current_device()
     with torch.cuda.device(batch.device) if is_elsewhere else nullcontext():
         launch(
             *(batch, batch.stride(0), width, numbers, places, mask, reduced, found),
             heat=heat,
+            laws=None if factors is None else moved(factors, batch.device),
             block=block,
             largest=largest,
             greedy_below=greedy_below,
         )
-    return found
+    return found[:, 0]
+
+
+def room(
+    count: int, blocks: int, is_heated: bool, laws: int, are_tempered: bool, device: torch.device
+) -> Tensor:
+    """Return memory for what the first kernel makes of the rows of ``count`` draws: float64
+    ``[count, planes, blocks]``.
+
+    Planes are maxima and sums of weights; with ``are_tempered`` both of each law's own row; and, the
+    last if there are temperatures of draws, sums of heated weights.
+    """
+    planes = 2 + 2 * laws * are_tempered + is_heated
+    return torch.empty(count, planes, blocks, dtype=torch.float64, device=device)
 
 
 def launch(
@@ -80,28 +100,33 @@ def launch(
     reduced: Tensor,
     found: Tensor,
     *,
-    heat: Tensor | None = None,
+    heat: Tensor | None,
+    laws: Tensor | None,
     block: int,
     largest: float,
     greedy_below: float,
 ) -> None:
-    """Write the result of ``draw_fused`` to ``found``; it can be launched repeatedly.
+    """Write the draws to ``found``, float64 ``[n, k, 3]``, each of them k times. The launch can be
+    repeated.
 
     Args:
         address: the rows, or int64 ``[2]`` whose first entry is their address, a multiple of 16.
         numbers: float64 ``[n, 2]``, or int64 ``[n]``, the bits of the seeds of ``seeded_uniforms``.
+        reduced: from ``room``.
+        laws: float64 ``[k, 2]``, the temperature and the power of each of k rows of a draw; without
+            them, a draw has one row.
     """
-    count, blocks = len(numbers), triton.cdiv(width, block)
+    (count, planes, blocks), turns = reduced.shape, found.shape[1]
     mask_stride = 0 if mask is None else mask.stride(0)
-    rows = address, stride, width, mask, mask_stride, heat, places
+    rows = address, stride, width, mask, mask_stride, heat, laws, turns, places, reduced, blocks
     tiles, padded = triton.cdiv(blocks, TILE), max(16, triton.next_power_of_2(blocks))
-    _reduce[(count, tiles)](*rows, reduced, blocks, greedy_below, TILE, block)
-    _choose[(count,)](*rows, reduced, blocks, numbers, found, greedy_below, largest, padded, block)
+    _reduce[(count, tiles)](*rows, planes, greedy_below, TILE, block)
+    _choose[(count,)](*rows, numbers, found, planes, greedy_below, largest, padded, block)
 
 
-# A missing mask, temperature or place is None, which the compiler knows. No variant depends on the number
-# of draws. Scalars are loaded from any address, so their alignment makes no further variants.
-_ANY_ALIGNMENT = ["mask", "heat", "places", "numbers"]
+# A missing mask, temperature, law or place is None, which the compiler knows. No variant depends on the
+# number of draws. Scalars are loaded from any address, so their alignment makes no further variants.
+_ANY_ALIGNMENT = ["mask", "heat", "laws", "places", "numbers"]
 
 
 @triton.jit(do_not_specialize=_ANY_ALIGNMENT)
@@ -112,31 +137,41 @@ def _reduce(
     mask: tl.tensor,
     mask_stride: tl.tensor,
     heat: tl.tensor,
+    laws: tl.tensor,
+    turns: tl.tensor,
     places: tl.tensor,
     reduced: tl.tensor,
     blocks: tl.tensor,
+    PLANES: tl.constexpr,
     GREEDY_BELOW: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write each block's maximum entry and its sums of weights, untempered and tempered.
-
-    ``reduced`` is float32 ``[n, 2 or 3, blocks]``.
-    """
+    """Write the planes of ``room``: of each block, its maximum entry and its sums of weights."""
     draw = tl.program_id(0).to(tl.int64)
     batch = _row_address(batch)
     block = tl.program_id(1) * TILE + tl.arange(0, TILE)
     tokens = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    entries = _load_entries(batch, stride, width, mask, mask_stride, places, draw, tokens)
+    entries = _load_entries(
+        batch, stride, width, mask, mask_stride, laws, turns, places, draw, tokens
+    )
     highest = _highest(entries, 1)
-    distances = entries - _finite_or_zero(highest)[:, None]
-    planes = 2 if heat is None else 3
-    at = reduced + draw * planes * blocks + block
-    tl.store(at, highest, mask=block < blocks)
-    tl.store(at + blocks, tl.sum(tl.exp(distances), 1), mask=block < blocks)
+    distances = (entries - _finite_or_zero(highest)[:, None]).to(tl.float32)
+    at, exists = reduced + draw * PLANES * blocks + block, block < blocks
+    tl.store(at, highest, mask=exists)
+    tl.store(at + blocks, tl.sum(tl.exp(distances), 1), mask=exists)
     if heat is not None:
         weights = tl.exp(distances / _float32_divisor(tl.load(heat + draw), GREEDY_BELOW))
-        tl.store(at + 2 * blocks, tl.sum(weights, 1), mask=block < blocks)
+        tl.store(at + (PLANES - 1) * blocks, tl.sum(weights, 1), mask=exists)
+    if PLANES > 3:  # the laws are tempered
+        for turn in range(turns):
+            own = _load_row(batch, stride, width, places, draw * turns + turn, tokens)
+            top = _highest(own, 1)
+            divisor = _float32_divisor(tl.load(laws + 2 * turn), 0.0)
+            weights = tl.exp((own - _finite_or_zero(top)[:, None]) / divisor)
+            at += 2 * blocks
+            tl.store(at, top, mask=exists)
+            tl.store(at + blocks, tl.sum(weights, 1), mask=exists)
 
 
 @triton.jit(do_not_specialize=_ANY_ALIGNMENT)
@@ -147,17 +182,20 @@ def _choose(
     mask: tl.tensor,
     mask_stride: tl.tensor,
     heat: tl.tensor,
+    laws: tl.tensor,
+    turns: tl.tensor,
     places: tl.tensor,
     reduced: tl.tensor,
     blocks: tl.tensor,
     numbers: tl.tensor,
     found: tl.tensor,
+    PLANES: tl.constexpr,
     GREEDY_BELOW: tl.constexpr,
     LARGEST: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write a token id, logprob and log mass per draw: ``found`` float64 ``[n, 3]``."""
+    """Write a token id, logprob and log mass for each row of a draw to ``found``."""
     draw = tl.program_id(0).to(tl.int64)
     batch = _row_address(batch)
     largest = tl.full([], LARGEST, tl.float64)
@@ -172,22 +210,30 @@ def _choose(
     second = tl.where(second > largest, largest, second)
 
     block = tl.arange(0, PADDED)
-    planes = 2 if heat is None else 3
-    at = reduced + draw * planes * blocks + block
-    highest = tl.load(at, mask=block < blocks, other=float("-inf"))
-    sums = tl.load(at + blocks, mask=block < blocks, other=0.0).to(tl.float64)
+    at, exists = reduced + draw * PLANES * blocks + block, block < blocks
+    highest = tl.load(at, mask=exists, other=float("-inf"))
     peak = tl.max(highest, 0)
-    distances = highest.to(tl.float64) - _finite_or_zero(peak).to(tl.float64)
-    masses = tl.exp(distances) * sums
+    distances = highest - _finite_or_zero(peak)
+    masses = tl.exp(distances) * tl.load(at + blocks, mask=exists, other=0.0)
     log_total = tl.log(tl.sum(masses, 0))
-    log_mass = _finite_or_zero(peak).to(tl.float64) + log_total
+    log_mass = tl.where(peak == float("inf"), peak, _finite_or_zero(peak) + log_total)
+    if PLANES > 3:  # a tempered row is normalized
+        for turn in range(turns):
+            divisor = _float32_divisor(tl.load(laws + 2 * turn), 0.0).to(tl.float64)
+            tops = tl.load(at + (2 + 2 * turn) * blocks, mask=exists, other=float("-inf"))
+            top = _finite_or_zero(tl.max(tops, 0))
+            sums = tl.load(at + (3 + 2 * turn) * blocks, mask=exists, other=0.0)
+            own = _finite_or_zero(tl.log(tl.sum(tl.exp((tops - top) / divisor) * sums, 0)))
+            is_needed = (divisor != 1.0) & (peak != float("-inf")) & (peak != float("inf"))
+            total = tl.where(is_needed, top / divisor + own, 0.0)
+            log_mass -= tl.load(laws + 2 * turn + 1) * total
     if heat is not None:
         temperature = tl.load(heat + draw)
         divisor = _float32_divisor(temperature, GREEDY_BELOW)
         is_greedy = _is_greedy(temperature, GREEDY_BELOW)
         first = tl.where(is_greedy, 0.0, first)
         second = tl.where(is_greedy, 0.0, second)
-        sums = tl.load(at + 2 * blocks, mask=block < blocks, other=0.0).to(tl.float64)
+        sums = tl.load(at + (PLANES - 1) * blocks, mask=exists, other=0.0)
         masses = tl.exp(distances / divisor.to(tl.float64)) * sums
         log_total = tl.log(tl.sum(masses, 0))
         masses = tl.where(is_greedy, (highest == peak).to(tl.float64), masses)
@@ -195,8 +241,10 @@ def _choose(
 
     inside = tl.arange(0, BLOCK)
     tokens = chosen * BLOCK + inside
-    entries = _load_entries(batch, stride, width, mask, mask_stride, places, draw, tokens)
-    distances = entries - _finite_or_zero(_highest(entries, 0))
+    entries = _load_entries(
+        batch, stride, width, mask, mask_stride, laws, turns, places, draw, tokens
+    )
+    distances = (entries - _finite_or_zero(_highest(entries, 0))).to(tl.float32)
     if heat is None:
         weights = tl.exp(distances)
     else:
@@ -205,18 +253,20 @@ def _choose(
     token = _inverse_of_row(weights.to(tl.float64), second, inside, BLOCK)
 
     own = tl.sum(tl.where(inside == token, entries, 0.0), 0)
-    logprob = own.to(tl.float64) - _finite_or_zero(peak).to(tl.float64)
+    logprob = own.to(tl.float64) - _finite_or_zero(peak)
     if heat is not None:
         logprob = logprob / divisor.to(tl.float64)
     logprob = logprob - log_total
     logprob = tl.where(logprob > 0, 0.0, logprob)
     if heat is not None:
         logprob = tl.where(is_greedy, 0.0, logprob)
-    is_dead = (peak == float("-inf")) | (log_mass != log_mass)
+    is_dead = (peak == float("-inf")) | (peak == float("inf")) | (log_mass != log_mass)
     token_id = (chosen * BLOCK + token).to(tl.float64)
-    tl.store(found + 3 * draw, tl.where(is_dead, -1.0, token_id))
-    tl.store(found + 3 * draw + 1, tl.where(is_dead, float("-inf"), logprob))
-    tl.store(found + 3 * draw + 2, log_mass)
+    found += 3 * draw * turns
+    for turn in range(turns):
+        tl.store(found + 3 * turn, tl.where(is_dead, -1.0, token_id))
+        tl.store(found + 3 * turn + 1, tl.where(is_dead, float("-inf"), logprob))
+        tl.store(found + 3 * turn + 2, log_mass)
 
 
 @triton.jit
@@ -249,19 +299,47 @@ def _load_entries(
     width: tl.tensor,
     mask: tl.tensor,
     mask_stride: tl.tensor,
+    laws: tl.tensor,
+    turns: tl.tensor,
     places: tl.tensor,
     draw: tl.tensor,
     tokens: tl.tensor,
 ) -> tl.tensor:
-    """Load the entries of these tokens; -inf beyond the vocabulary and where the mask forbids a token."""
-    row = draw if places is None else tl.load(places + draw)
-    exists = tokens < width
-    entries = tl.load(batch + row * stride + tokens, mask=exists, other=float("-inf"))
+    """Return the entries of these tokens, float64 with laws; -inf beyond the vocabulary and where the
+    mask forbids a token."""
+    if laws is None:
+        entries = _load_row(batch, stride, width, places, draw, tokens)
+    else:
+        entries, is_infinite = tl.zeros(tokens.shape, tl.float64), tokens < 0
+        for turn in range(turns):
+            own = _load_row(batch, stride, width, places, draw * turns + turn, tokens)
+            power = tl.load(laws + 2 * turn + 1)
+            is_inverse_of_0 = tl.where(power < 0, own == float("-inf"), False)
+            own = tl.where(is_inverse_of_0, 0.0, own).to(tl.float64)
+            entries += power / _float32_divisor(tl.load(laws + 2 * turn), 0.0).to(tl.float64) * own
+            is_infinite |= is_inverse_of_0
+        entries = tl.where(is_infinite & (entries > float("-inf")), float("inf"), entries)
     if mask is not None:
-        packed = tl.load(mask + draw * mask_stride + tokens // 8, mask=exists, other=0)
+        at = mask + draw * mask_stride + tokens // 8
+        packed = tl.load(at, mask=tokens < width, other=0)
         is_allowed = ((packed.to(tl.int32) >> (tokens % 8)) & 1) == 1
         entries = tl.where(is_allowed, entries, float("-inf"))
     return entries
+
+
+@triton.jit
+def _load_row(
+    batch: tl.tensor,
+    stride: tl.tensor,
+    width: tl.tensor,
+    places: tl.tensor,
+    number: tl.tensor,
+    tokens: tl.tensor,
+) -> tl.tensor:
+    """Return the entries of these tokens in a row, by its number among the rows of all draws; -inf
+    beyond the vocabulary."""
+    row = number if places is None else tl.load(places + number)
+    return tl.load(batch + row * stride + tokens, mask=tokens < width, other=float("-inf"))
 
 
 @triton.jit

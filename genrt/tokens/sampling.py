@@ -27,6 +27,10 @@ from genrt.tokens.rows import AsyncHostCopy, log_sums
 
 Bits = TypeVar("Bits", int, NDArray[Any])
 
+Laws: TypeAlias = Sequence[tuple[float, float]]
+"""A temperature and a power for each of several rows, whose product is drawn from; one power at least is
+above 0, and no power is 0."""
+
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
 
@@ -39,8 +43,8 @@ LARGEST = 1.0 - 2.0**-52
 CPU_CHUNK, CHUNK = 2**20, 2**25
 """The entries of rows to process at a time: what a CPU's caches hold, or a GPU's memory has room for."""
 
-ADDING = ("cpu",)
-"""Devices where numpy draws, and where adding to a row is faster than selecting its entries."""
+HOSTS = ("cpu",)
+"""Devices where numpy draws, and where bounding a row is faster than selecting its entries."""
 
 
 def truncate(
@@ -116,6 +120,21 @@ def weighed(rows: Tensor, temperature: float, power: float) -> Tensor:
     elif temperature != 1.0:
         rows = tempered(rows, min(temperature, torch.finfo(rows.dtype).max))
     return rows if power == 1.0 else power * rows
+
+
+def product(factors: Sequence[Tensor], laws: Laws) -> Tensor:
+    """Return the log-weights of tokens by several laws, ``[n, V]``: the sum of their ``weighed`` rows;
+    -inf where a law of positive power has no probability, else +inf where one of negative power has
+    none."""
+    parts = [weighed(rows, *law) for rows, law in zip(factors, laws, strict=True)]
+    infinite = None
+    if any(power < 0 for _, power in laws):
+        infinite = torch.stack([part == math.inf for part in parts]).any(dim=0)
+        parts = [part.masked_fill(part == math.inf, 0.0) for part in parts]
+    total = functools.reduce(torch.add, parts)
+    if infinite is not None:
+        total = total.masked_fill(infinite & (total > -math.inf), math.inf)
+    return total
 
 
 def tempered(rows: Tensor, temperature: float | Tensor) -> Tensor:
@@ -336,7 +355,7 @@ def draw_chunk(
     mask: Tensor | None = None,
     heat: Tensor | None = None,
     places: Tensor | None = None,
-    power: float = 1.0,
+    laws: Laws = (),
 ) -> Tensor:
     """Draw for a chunk of rows on one device, without checks and without waiting for the device.
 
@@ -346,21 +365,28 @@ def draw_chunk(
         mask: bool ``[n, V]`` or packed, as in ``draw``; by default every token is allowed.
         heat: the temperatures, float64 ``[n, 1]``; by default 1.
         places: int64 ``[n]``; draw ``i`` is then from ``batch[places[i]]``, of any number of rows.
-        power: above 0; weights and masses are of the rows times this number.
+        laws: each draw is then from as many rows or places in turn, by their ``product``. Only a greedy
+            law waits for the device.
 
     Returns:
-        float64 ``[n, 3]``: token ids, logprobs and log masses, so that one copy moves them to the host.
+        float64 ``[n, 3]``: token ids, logprobs and log masses, so that one copy moves them to the host. A
+        row with a weight of +inf has token -1 and log mass +inf.
     """
-    on_host = heat is None and batch.device.type in ADDING and batch.dtype == torch.float32
-    if power != 1.0 and not on_host:
-        batch = power * (batch if places is None else batch.index_select(0, places))
-        places = None
     is_simple = (mask is None or mask.dtype == torch.uint8) and len(numbers) > 0
-    if is_simple and has_kernels(batch) and (fused := _fused()) is not None:
+    if (
+        is_simple
+        and not has_greedy(laws)
+        and has_kernels(batch)
+        and (fused := _fused()) is not None
+    ):
         how = {"block": BLOCK, "largest": LARGEST, "greedy_below": GREEDY_BELOW}
-        return fused(batch, numbers, mask=mask, heat=heat, places=places, **how)
+        return fused(batch, numbers, mask=mask, heat=heat, places=places, laws=laws, **how)
     if places is not None:
         batch = batch.index_select(0, places)
+    on_host = heat is None and batch.device.type in HOSTS and batch.dtype == torch.float32
+    power = laws[0][1] if on_host and len(laws) == 1 and laws[0][0] == 1.0 else 1.0
+    if laws and power == 1.0:
+        batch = product([batch[turn :: len(laws)] for turn in range(len(laws))], laws)
     logarithms = batch if mask is None else _masked(batch, mask)
     if on_host:
         return _draw_on_host(logarithms, numbers.clamp(max=LARGEST), power)
@@ -373,7 +399,7 @@ def draw_chunk(
     within = blocks.softmax(dim=-1)
     masses = _masses(highest - peak, within)
     log_total = masses.sum(dim=-1, keepdim=True).log()
-    log_mass = peak + log_total
+    log_mass = torch.where(peak == math.inf, peak, peak + log_total)
     numbers = numbers.clamp(max=LARGEST)
     if heat is None:
         block = _inverse(masses, numbers[:, :1])
@@ -392,7 +418,7 @@ def draw_chunk(
     logprobs = logarithms.gather(-1, token_ids) - peak
     if heat is not None:
         logprobs = (logprobs / heat).masked_fill_(greedy, math.inf)  # the clamp below makes it 0
-    dead = ~(peak > -math.inf)
+    dead = ~(peak.abs() < math.inf)
     logprobs = logprobs.sub_(log_total).clamp_(max=0.0).masked_fill_(dead, -math.inf)
     return torch.cat([token_ids.double().masked_fill_(dead, -1.0), logprobs, log_mass], dim=-1)
 
@@ -424,7 +450,8 @@ def _draw_on_host(rows: Tensor, numbers: Tensor, power: float) -> Tensor:
     others = np.flatnonzero(~((mass > 1e-15) & (mass < np.inf)))
     if len(others):
         heat = numbers.new_ones(len(others), 1)
-        found[others] = draw_chunk(rows[others], numbers[others], heat=heat, power=power)
+        own = power * rows[others] if power != 1.0 else rows[others]
+        found[others] = draw_chunk(own, numbers[others], heat=heat)
     return found
 
 
@@ -433,6 +460,11 @@ def host_inverse(weights: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, 
     and the total."""
     sums = weights.cumsum(axis=1, dtype=np.float64)
     return (sums > (sums[:, -1] * numbers)[:, None]).argmax(axis=1), sums[:, -1]
+
+
+def has_greedy(laws: Laws) -> bool:
+    """Return whether one of the laws is greedy: the kernels do not look for the likeliest token first."""
+    return any(temperature < GREEDY_BELOW for temperature, _ in laws)
 
 
 def has_kernels(batch: Tensor) -> bool:
@@ -498,9 +530,9 @@ def _masked(batch: Tensor, mask: Tensor) -> Tensor:
     up byte by byte."""
     if mask.dtype == torch.bool:
         return torch.where(mask, batch, -math.inf)
-    if batch.device.type in ADDING:
-        biases = _EIGHT_BIASES.take(mask.numpy(), axis=0).reshape(len(mask), 8 * mask.shape[-1])
-        return torch.from_numpy(biases[:, : batch.shape[-1]] + batch.detach().numpy())
+    if batch.device.type in HOSTS:
+        bounds = _EIGHT_BOUNDS.take(mask.numpy(), axis=0).reshape(len(mask), 8 * mask.shape[-1])
+        return torch.from_numpy(np.minimum(bounds[:, : batch.shape[-1]], batch.detach().numpy()))
     width, bytes_ = batch.shape[-1], mask.reshape(-1).int()
     bools = _eight_bools(batch.device).index_select(0, bytes_).view(len(batch), -1)
     return torch.where(bools.view(torch.bool)[:, :width], batch, -math.inf)
@@ -509,8 +541,8 @@ def _masked(batch: Tensor, mask: Tensor) -> Tensor:
 _EIGHT_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 """The bits of each byte, lowest first."""
 
-_EIGHT_BIASES = np.where(_EIGHT_BITS, np.float32(0), np.float32(-np.inf))
-"""The numbers to add to the eight tokens of each byte of a packed mask."""
+_EIGHT_BOUNDS = np.where(_EIGHT_BITS, np.float32(np.inf), np.float32(-np.inf))
+"""The bounds of the eight tokens of each byte of a packed mask."""
 
 
 @functools.lru_cache
@@ -644,21 +676,27 @@ class DrawInputs(NamedTuple):
     Attributes:
         seeds: uint64 ``[n]``.
         masks: one for each.
-        places: int64 ``[n]``: draw ``i`` is from row ``places[i]``; by default from row ``i``.
+        places: int64, the place of each row that they are from; by default the first rows.
+        temperature: of all of them.
     """
 
     seeds: np.ndarray
     masks: PackedMasks | None
     places: np.ndarray | None
+    temperature: float = 1.0
 
 
 class _Kind(NamedTuple):
-    """The draws that one graph can make: their number, and the shapes of their rows and masks."""
+    """The draws that one graph can make: their number, the shapes of their rows and masks, whether they
+    have temperatures, the number of laws, and whether these are tempered."""
 
     draws: int
     mask_bytes: int
     width: int
     stride: int
+    is_heated: bool
+    laws: int
+    are_tempered: bool
 
 
 class DrawGraphs:
@@ -672,72 +710,89 @@ class DrawGraphs:
         self._kinds: LRUCache[_Kind, _Graph] = LRUCache(4)
 
     def launch(
-        self, rows: Tensor, several: Sequence[DrawInputs]
+        self, rows: Tensor, several: Sequence[DrawInputs], laws: Laws = ()
     ) -> tuple[Tensor, AsyncHostCopy] | None:
         """Return the result of ``draw_chunk`` for several groups of draws, and its copy to the host, both
-        valid until the next call. ``None`` where there are no kernels for these rows, float32 ``[m, V]``,
-        or if only some of the draws have masks."""
+        valid until the next call. With laws, each draw comes once for each of its rows.
+
+        Return ``None`` where there are no kernels for these rows, float32 ``[m, V]``, or for a greedy
+        law, or if only some of the draws have masks.
+        """
         count = sum(len(each.seeds) for each in several)
         first, *others = [0 if each.masks is None else each.masks[0].nbytes for each in several]
         if not has_kernels(rows) or count > 4096 or rows.data_ptr() % 16:
             return None
-        if any(mask_bytes != first for mask_bytes in others):
+        if any(mask_bytes != first for mask_bytes in others) or has_greedy(laws):
             return None
-        kind = _Kind(_rounded(count), first, rows.shape[1], rows.stride(0))
+        is_heated = any(each.temperature != 1.0 for each in several)
+        of_laws = len(laws), any(temperature != 1.0 for temperature, _ in laws)
+        shape = _rounded(count), first, rows.shape[1], rows.stride(0)
+        kind = _Kind(*shape, is_heated, *of_laws)
         if kind not in self._kinds:
             self._kinds[kind] = _Graph(kind, rows.device)
-        return self._kinds[kind].launch(rows, several)
+        return self._kinds[kind].launch(rows, several, laws)
 
 
 class _Graph:
     """Draws of one kind. Their inputs are in one piece of memory: the address of the rows with a word of
-    padding, the rows' places, the seeds, the masks."""
+    padding, the rows' places, the seeds, the temperatures, the laws, the masks."""
 
     def __init__(self, kind: _Kind, device: torch.device) -> None:
-        from genrt.tokens.draw_kernels import launch
+        from genrt.tokens.draw_kernels import launch, room
 
-        count, mask_bytes, width, stride = kind
-        words = 2 + 2 * count
-        pinned = device.type == "cuda"
-        on_host = torch.empty(8 * words + count * mask_bytes, dtype=torch.uint8, pin_memory=pinned)
+        count, mask_bytes, width, stride, is_heated, laws, are_tempered = kind
+        turns = laws or 1
+        ends = np.cumsum([2, count * turns, count, count * is_heated, 2 * laws]).tolist()
+        words, pinned = 8 * ends[-1], device.type == "cuda"
+        on_host = torch.empty(words + count * mask_bytes, dtype=torch.uint8, pin_memory=pinned)
         there = torch.empty_like(on_host, device=device)
-        found = torch.empty(count, 3, dtype=torch.float64, device=device)
-        arriving = torch.empty(count, 3, dtype=torch.float64, pin_memory=pinned)
-        reduced = torch.empty(count, 2, -(-width // BLOCK), device=device)
-        numbers, bits = there[: 8 * words].view(torch.int64), there[8 * words :]
-        address, places, seeds = numbers[:2], numbers[2 : 2 + count], numbers[2 + count :]
-        masks = bits.view(count, mask_bytes) if mask_bytes else None
+        found = torch.empty(count, turns, 3, dtype=torch.float64, device=device)
+        whole = found.view(count * turns, 3)
+        arriving = torch.empty(count * turns, 3, dtype=torch.float64, pin_memory=pinned)
+        reduced = room(count, -(-width // BLOCK), is_heated, laws, are_tempered, device)
+        inputs = there[:words].view(torch.int64).tensor_split(ends[:-1])
+        address, places, seeds, heats, factors = inputs
+        masks = there[words:].view(count, mask_bytes) if mask_bytes else None
+        heat = heats.view(torch.float64) if is_heated else None
+        own_laws = factors.view(torch.float64).view(laws, 2) if laws else None
 
         def go() -> None:
             there.copy_(on_host, non_blocking=True)
             own = address, stride, width, seeds, places, masks, reduced, found
-            launch(*own, block=BLOCK, largest=LARGEST, greedy_below=GREEDY_BELOW)
-            arriving.copy_(found, non_blocking=True)
+            how: dict[str, Any] = {"heat": heat, "laws": own_laws}
+            launch(*own, **how, block=BLOCK, largest=LARGEST, greedy_below=GREEDY_BELOW)
+            arriving.copy_(whole, non_blocking=True)
 
         self._go = Repeated(go)
-        self._found, self._arriving = found, arriving
-        self._numbers = on_host[: 8 * words].view(torch.int64).numpy()
-        self._places = self._numbers[2 : 2 + count]
-        self._seeds = self._numbers[2 + count :].view(np.uint64)
-        self._masks = on_host[8 * words :].view(count, mask_bytes) if mask_bytes else None
+        self._found, self._arriving, self._turns = whole, arriving, turns
+        numbers = np.split(on_host[:words].numpy().view(np.int64), ends[:-1])
+        self._address, self._places = numbers[:2]
+        self._seeds = numbers[2].view(np.uint64)
+        self._heats, self._laws = (each.view(np.float64) for each in numbers[3:])
+        self._masks = on_host[words:].view(count, mask_bytes) if mask_bytes else None
         self._last: AsyncHostCopy | None = None
 
-    def launch(self, rows: Tensor, several: Sequence[DrawInputs]) -> tuple[Tensor, AsyncHostCopy]:
+    def launch(
+        self, rows: Tensor, several: Sequence[DrawInputs], laws: Laws
+    ) -> tuple[Tensor, AsyncHostCopy]:
         if self._last is not None:
             self._last.result()  # an interrupt may have skipped the wait for the last copy
-        self._numbers[0] = rows.data_ptr()
-        count = 0
-        for seeds, masks, places in several:
+        self._address[0] = rows.data_ptr()
+        self._laws[:] = np.ravel(laws)
+        count, turns = 0, self._turns
+        for seeds, masks, places, temperature in several:
             part = slice(count, count + len(seeds))
             self._seeds[part] = seeds
-            self._places[part] = np.arange(len(seeds)) if places is None else places
+            self._heats[part] = temperature
+            at = slice(turns * part.start, turns * part.stop)
+            self._places[at] = np.arange(turns * len(seeds)) if places is None else places
             if masks is not None and self._masks is not None:
                 copy_masks(self._masks[part], masks)
             count = part.stop
-        self._places[count:] = 0
+        self._places[turns * count :] = 0
         self._go()
-        self._last = AsyncHostCopy.lent(self._arriving[:count], rows.device)
-        return self._found[:count], self._last
+        self._last = AsyncHostCopy.lent(self._arriving[: turns * count], rows.device)
+        return self._found[: turns * count], self._last
 
 
 def copy_masks(target: Tensor, masks: PackedMasks) -> None:

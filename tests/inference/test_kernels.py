@@ -463,6 +463,9 @@ async def test_wrong_kernels_say_so(lm: AsyncLM) -> None:
         Rejection(model(Law(lm, PROMPT, power=2.0), lm), num_samples=1, max_texts=1)
     with pytest.raises(InvalidRequest, match="but 0"):
         Law(lm, PROMPT, power=0.0)
+    for size in (1e-31, -1e31):
+        with pytest.raises(InvalidRequest, match="power is"):
+            Law(lm, PROMPT, power=size)
     assert (MODEL.row([3]) == -math.inf).any()
     zeros = [Law(lm, [each], power=-1.0) for each in range(5)]
     contrast = TextModel([Law(lm, PROMPT), *zeros], max_tokens=LENGTH)

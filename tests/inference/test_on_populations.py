@@ -74,6 +74,7 @@ LAWS: list[list[dict[str, Any]]] = [
     [{"power": 2.0}],
     [{"power": 1.5}, {"power": 0.5, "temperature": 0.7}],
     [{"temperature": 2.0}, {"power": 3.0}, {}],
+    [{"power": 1.5}, {"power": -0.5}],
 ]
 
 

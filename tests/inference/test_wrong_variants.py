@@ -55,6 +55,7 @@ from genrt.inference import (
 )
 from genrt.lm import AsyncLM
 from genrt.testing import assert_samples_from, assert_weighted_samples_from, exact_posterior
+from genrt.tokens import sampling
 from genrt.tokens.texts import Text
 
 LENGTH, END = 3, 2
@@ -539,8 +540,13 @@ RECIPES: dict[str, tuple[Law_, list[Wrong]]] = {
             150,
         ),
         [
-            Wrong("no powers", laws.product, "law.temperature, law.power", "law.temperature, 1.0"),
-            Wrong("the first law alone", laws.product, "torch.stack(parts).sum(dim=0)", "parts[0]"),
+            Wrong("no powers", text_model.TextModel._draw, "each.power) for", "1.0) for"),
+            Wrong(
+                "the first law alone",
+                sampling.product,
+                "functools.reduce(torch.add, parts)",
+                "parts[0]",
+            ),
         ],
     ),
     "another law proposes": (

@@ -26,6 +26,7 @@ from genrt.tokens.sampling import (
     LARGEST,
     DrawGraphs,
     DrawInputs,
+    Laws,
     draw_chunk,
     seeded_uniforms,
 )
@@ -36,6 +37,14 @@ NEAR, TOLERANCE = 1e-5, 1e-4
 """How near to a boundary a uniform may go either way; how far logprobs and log masses may be off."""
 WIDTHS = (5, 127, 128, 129, 1000, 4097, 9001)
 HEATS = (1.0, 0.0, 0.3, 2.0, 1e30, 1e300, 0.9e-5, 1.0)
+LAWS: tuple[Laws, ...] = (
+    ((1.0, 2.5),),
+    ((0.5, 1.0),),
+    ((1.0, 1.0), (1.0, 0.3)),
+    ((1.0, 1.5), (2.0, -0.5)),
+    ((2.0, 1.5), (1.0, 1.0), (1e300, 2.0)),
+)
+"""A temperature and a power for each row of a draw."""
 
 
 class Case(NamedTuple):
@@ -46,15 +55,20 @@ class Case(NamedTuple):
     mask: Tensor | None = None
     heat: Tensor | None = None
     places: Tensor | None = None
+    laws: Laws = ()
 
 
 def by_torch(case: Case) -> Tensor:
     """Return the draws of torch's path as GPUs have it, where a mask chooses."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "ADDING", ())
-        return draw_chunk(
-            case.batch, case.numbers, mask=case.mask, heat=case.heat, places=case.places
-        )
+        patch.setattr(sampling, "HOSTS", ())
+        return by_the_way_of(case)
+
+
+def by_the_way_of(case: Case) -> Tensor:
+    """Return the draws of a case as this machine makes them."""
+    batch, numbers, mask, heat, places, laws = case
+    return draw_chunk(batch, numbers, mask=mask, heat=heat, places=places, laws=laws)
 
 
 def disagreements(case: Case, found: Tensor, wanted: Tensor) -> list[str]:
@@ -67,7 +81,7 @@ def disagreements(case: Case, found: Tensor, wanted: Tensor) -> list[str]:
     heated = (rows - peak) / heat.masked_fill(is_greedy, 1.0)
     heated = torch.where(is_greedy, (rows == peak).double().log(), heated)
     uniforms = uniforms.masked_fill(is_greedy, 0.0)
-    is_dead = ~(peak[:, 0] > -math.inf)
+    is_dead = ~(peak[:, 0].abs() < math.inf)
 
     wrong = []
     for index, (row, (first, second)) in enumerate(zip(heated, uniforms.tolist(), strict=True)):
@@ -115,15 +129,37 @@ def _same(one: float, other: float) -> bool:
 
 
 def _masked(case: Case) -> Tensor:
-    """Return each draw's row in float64, -inf where nothing is allowed."""
+    """Return each draw's weights in float64, -inf where nothing is allowed."""
     rows = case.batch.double()
     if case.places is not None:
         rows = rows[case.places]
+    if case.laws:
+        rows = multiplied(
+            [rows[turn :: len(case.laws)] for turn in range(len(case.laws))], case.laws
+        )
     if case.mask is None:
         return rows
     bits = np.unpackbits(case.mask.numpy(), axis=-1, bitorder="little")
     allowed = torch.from_numpy(bits).bool()[:, : rows.shape[-1]]
     return rows.masked_fill(~allowed, -math.inf)
+
+
+def multiplied(factors: Sequence[Tensor], laws: Laws) -> Tensor:
+    """Return the product of tempered rows to powers in float64: -inf where a row of positive power is."""
+    likely, unlikely = torch.zeros(()), torch.zeros(())
+    for rows, (heat, power) in zip(factors, laws, strict=True):
+        own = rows.double()
+        if heat < GREEDY_BELOW:
+            own = torch.zeros_like(own).scatter(-1, own.argmax(-1, keepdim=True), 1.0).log()
+        elif heat != 1.0:
+            total = (own / heat).logsumexp(-1, keepdim=True)
+            own = own / heat - total.masked_fill(total == -math.inf, 0.0)
+        if power > 0:
+            likely = likely + power * own
+        else:
+            unlikely = unlikely + power * own
+    is_opposite = (likely == -math.inf) & (unlikely == math.inf)
+    return likely + unlikely.masked_fill(is_opposite, 0.0)
 
 
 def packed(allowed: Tensor) -> Tensor:
@@ -133,7 +169,26 @@ def packed(allowed: Tensor) -> Tensor:
 
 
 def cases(width: int) -> Iterator[Case]:
-    """Yield draws from rows of this width with every pair of arguments; wide ones with all or none."""
+    """Yield draws from rows of this width with every pair of arguments; wide ones with all or none. Then
+    draws from products of rows."""
+    for number, case in enumerate(_cases_of_rows(width)):
+        yield case
+        yield _of_laws(case, LAWS[number % len(LAWS)])
+
+
+def _of_laws(case: Case, laws: Laws) -> Case:
+    """Return the same draws, each from the product of several of the rows."""
+    first = torch.arange(len(case.numbers)) if case.places is None else case.places
+    others = [(first + 3 * turn) % len(case.batch) for turn in range(len(laws))]
+    places = torch.stack(others, dim=1).reshape(-1)
+    # NaN logits make the whole row NaN, and a tempered row is normalized beyond the mask.
+    case.batch[case.batch.isnan().any(-1)] = math.nan
+    if case.places is None:
+        return case._replace(batch=case.batch[places], laws=laws)
+    return case._replace(places=places, laws=laws)
+
+
+def _cases_of_rows(width: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(width)
     is_wide = width > 1000
     count = len(HEATS)
@@ -170,13 +225,14 @@ def by_kernels(case: Case) -> Tensor:
     """Return the draws of the kernels."""
     from genrt.tokens import draw_kernels
 
-    batch, numbers, mask, heat, places = case
+    batch, numbers, mask, heat, places, laws = case
     return draw_kernels.draw_fused(
         batch,
         numbers,
         mask=mask,
         heat=heat,
         places=places,
+        laws=laws,
         block=BLOCK,
         largest=LARGEST,
         greedy_below=GREEDY_BELOW,
@@ -185,33 +241,45 @@ def by_kernels(case: Case) -> Tensor:
 
 def alone(case: Case, index: int) -> Case:
     """Return one draw of these, from the same batch."""
-    row = torch.tensor([index]) if case.places is None else case.places[index : index + 1]
+    turns = len(case.laws) or 1
+    own = slice(turns * index, turns * (index + 1))
+    rows = torch.arange(len(case.batch))[own] if case.places is None else case.places[own]
     mask, heat = [None if x is None else x[index : index + 1] for x in (case.mask, case.heat)]
-    return Case(case.batch, case.numbers[index : index + 1], mask, heat, row)
+    return case._replace(numbers=case.numbers[index : index + 1], mask=mask, heat=heat, places=rows)
 
 
 def by_graphs(case: Case, graphs: DrawGraphs) -> tuple[Tensor, Tensor]:
-    """Return the draws of a case without temperatures, as those of a population go, and those of its
+    """Return the draws of a case as those of two populations go, of a temperature each, and those of its
     kernels from the same numbers."""
-    seeds = np.arange(len(case.numbers), dtype=np.uint64) * np.uint64(2**61 + 5)
-    count = len(seeds)
-    places = np.arange(count) if case.places is None else case.places.numpy()
+    count, turns = len(case.numbers), len(case.laws) or 1
+    seeds = np.arange(count, dtype=np.uint64) * np.uint64(2**61 + 5)
+    places = np.arange(turns * count) if case.places is None else case.places.numpy()
+    heats = (1.0, 1.0) if case.heat is None else (1.0, 0.3)
     parts = [slice(0, count // 3), slice(count // 3, count)]
     several = [
         DrawInputs(
-            seeds[part], None if case.mask is None else case.mask.numpy()[part], places[part]
+            seeds[part],
+            None if case.mask is None else case.mask.numpy()[part],
+            places[turns * part.start : turns * part.stop],
+            heat,
         )
-        for part in parts
+        for part, heat in zip(parts, heats, strict=True)
     ]
     if case.places is None:  # the first part is from the first rows, which need not be said
         several[0] = several[0]._replace(places=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "has_kernels", lambda _: True)  # there is no GPU
-        found = graphs.launch(case.batch, several)
+        found = graphs.launch(case.batch, several, case.laws)
     assert found is not None
     whole, on_host = found
     assert torch.equal(whole.view(torch.int64), on_host.result().view(torch.int64))
-    return whole.clone(), by_kernels(case._replace(numbers=seeded_uniforms(seeds)))
+    if case.heat is not None:
+        heat = torch.tensor(heats, dtype=torch.float64).repeat_interleave(
+            torch.tensor([each.stop - each.start for each in parts])
+        )
+        case = case._replace(heat=heat[:, None])
+    right = by_kernels(case._replace(numbers=seeded_uniforms(seeds)))
+    return whole.clone(), right.repeat_interleave(turns, dim=0)
 
 
 def main(widths: Sequence[int]) -> None:
@@ -223,7 +291,7 @@ def main(widths: Sequence[int]) -> None:
             found = by_kernels(case)
             for line in disagreements(case, found, by_torch(case)):
                 print(f"{width}, case {number}: {line}")
-            if case.heat is None and case.batch.data_ptr() % 16 == 0:
+            if case.batch.data_ptr() % 16 == 0:
                 whole, right = by_graphs(case, graphs)
                 if not torch.equal(whole.view(torch.int64), right.view(torch.int64)):
                     print(f"{width}, case {number}: as a population's draws they are others")

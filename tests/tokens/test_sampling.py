@@ -86,12 +86,12 @@ def test_frequencies_are_the_probabilities_under_the_mask(per_row: bool) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("adding", [(), ("cpu",)])
+@pytest.mark.parametrize("hosts", [(), ("cpu",)])
 @pytest.mark.parametrize("width", [1, 31, 32, 41, 128, 300, 512])
 def test_a_packed_mask_is_the_same_mask(
-    width: int, adding: tuple[str, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    width: int, hosts: tuple[str, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("genrt.tokens.sampling.ADDING", adding)
+    monkeypatch.setattr("genrt.tokens.sampling.HOSTS", hosts)
     rows = torch.randn(12, width, generator=generators(width)[0]).to(dtype)
     rows[::5, ::2] = -math.inf
     mask = torch.rand(12, width, generator=generators(1)[0]) > 0.6
