@@ -420,9 +420,11 @@ class Result:
             note += f"; died: {causes}"
         yield "particles", f"{count:,}", note * (alive < count)
         if not math.isnan(self.log_evidence):
-            note = f"Z = {math.exp(self.log_evidence):.3g}" if self.log_evidence < 700 else ""
+            note = f"Z = {math.exp(self.log_evidence):.3g}" if self.log_evidence < 700 else "Z > 1e304"
             if alive and not math.isnan(error := self.evidence_error):
                 note += f" \N{PLUS-MINUS SIGN} {100 * error:.0f} %"
+            elif alive and self.infos:
+                note += ", its error unknown: take several runs"
             yield "log evidence", number(self.log_evidence), note
         if self.chains is not None and alive:
             chains = self.chains

@@ -21,15 +21,17 @@ import numpy as np
 import pytest
 
 import genrt
-from genrt.constraints import predicate, regex
+from genrt.constraints import predicate, regex, strings
 from genrt.engines.exact import NGram
 from genrt.inference import (
     AWRS,
     SMC,
     BestOfN,
+    Execution,
     Law,
     MetropolisHastings,
     ParticleGibbs,
+    Program,
     Rejection,
     State,
     TextModel,
@@ -44,6 +46,7 @@ from genrt.inference import (
     laws,
     metropolis,
     multinomial,
+    programs,
     recipes,
     resample_move,
     resampling,
@@ -240,6 +243,28 @@ async def gaps_are_right(runs: int = 70) -> None:
     async with await genrt.aload(NGRAM, engine="exact") as lm:
         sampler = SMC(infilling(lm, [0], [1], max_tokens=2), num_particles=6, resample_when=1.0)
         await weighs(sampler, {gap: each / evidence for gap, each in law.items()}, evidence, runs)
+
+
+async def programs_are_right(runs: int = 150) -> None:
+    """A program that draws a value by a proposal, and a text under a constraint."""
+    shares, wanted = np.log([0.2, 0.8]), {"a": (0,), "ba": (1, 0), "bb": (1, 1)}
+    law = dict[Any, float]()
+    for first, (text, tokens) in itertools.product(range(2), wanted.items()):
+        rows = [NGRAM.row([first, *tokens[:place]]) for place in range(len(tokens))]
+        total = sum(float(row[token]) for row, token in zip(rows, tokens, strict=True))
+        law[first, text] = math.exp(shares[first] + 1.5 * first - 1.5 + total)
+    evidence = sum(law.values())
+
+    async with await genrt.aload(NGRAM, engine="exact") as lm:
+        texts = strings([*wanted], lm)
+
+        async def spoken(p: Execution) -> tuple[int, str]:
+            first = await p.choice([0, 1], log_weights=shares, proposal=[0.0, -1.0])
+            p.observe(1.5 * first - 1.5)
+            return first, str(await p.text([first], max_tokens=2, stop=None, constraint=texts))
+
+        sampler = SMC(Program(lm, spoken), num_particles=4, resample_when=1.0)
+        await weighs(sampler, {each: law[each] / evidence for each in law}, evidence, runs)
 
 
 async def rejection_is_right(runs: int = 200) -> None:
@@ -591,6 +616,19 @@ RECIPES: dict[str, tuple[Law_, list[Wrong]]] = {
             Wrong(
                 "one accepted token", awrs.draw_allowed, "math.log(count) + log_mean", "log_mean"
             ),
+        ],
+    ),
+    "a program": (
+        programs_are_right,
+        [
+            Wrong("a proposal's choice as its own", programs._log_share, "shares[index]", "0.5"),
+            Wrong(
+                "a text without its mass",
+                Program._texts_longer,
+                "trace.log_weight += text.log_weight",
+                "pass",
+            ),
+            Wrong("the last weight alone", Execution._weigh, "+= log_weight", "= log_weight"),
         ],
     ),
     "infilling": (
