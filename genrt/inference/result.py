@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from genrt.errors import ExtraNotInstalled, InvalidRequest
-from genrt.inference.display.formatting import BLUE, count_of, fixed, label, number, shorten
+from genrt.inference.display.formatting import STYLE, count_of, fixed, label, number, shorten
 from genrt.inference.display.genealogy import Genealogy
 from genrt.inference.estimates import (
     ChainStatistics,
@@ -43,25 +43,6 @@ SHOWN = 10
 
 COLUMNS, TITLE = 100, 1500
 """The most columns of a value in the table, and the most characters of its title."""
-
-STYLE = f"""
-.genrt {{ font: 13px/1.45 system-ui, sans-serif; }}
-.genrt .figures {{ display: flex; flex-wrap: wrap; gap: 6px 28px; margin: 2px 0 10px; }}
-.genrt .figures div {{ white-space: nowrap; }}
-.genrt b {{ font-weight: 600; font-size: 15px; }}
-.genrt .note {{ opacity: .65; }}
-.genrt table {{ border-collapse: collapse; margin: 0 0 12px; border: 0; font-size: 13px; }}
-.genrt tr, .genrt tr:hover, .genrt tr:nth-child(even) {{ background: none; }}
-.genrt th, .genrt td {{ border: 0; padding: 2px 10px 2px 0; text-align: left; vertical-align: top; }}
-.genrt th {{ font-weight: 400; opacity: .65; }}
-.genrt td.weight {{ text-align: right; font-variant-numeric: tabular-nums; }}
-.genrt td.text {{ font-family: ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap;
-  overflow-wrap: anywhere; }}
-.genrt .bar {{ width: 120px; height: 10px; margin-top: 5px; position: relative; }}
-.genrt .bar i {{ position: absolute; top: 4px; height: 2px; background: currentColor; }}
-.genrt .bar div {{ height: 10px; border-radius: 1px; background: {BLUE}; opacity: .75; }}
-.genrt summary {{ cursor: pointer; margin: 0 0 6px; }}
-"""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -235,7 +216,7 @@ class Result:
         return diagnose(np.array(numbers, dtype=np.float64))
 
     def genealogy(self, *, lineages: int = 24) -> Genealogy:
-        """Return the family tree of the particles, with their tokens, as a picture.
+        """Return the family tree of the particles, with their tokens.
 
         Args:
             lineages: the most to show: survivors first, distinct texts before equal ones, and a sample
@@ -358,8 +339,8 @@ class Result:
         ]
         parts += ["</div>", *self._table()]
         if self.infos:
-            picture = self.genealogy()._repr_html_()
-            parts.append(f'<details open=""><summary>genealogy</summary>{picture}</details>')
+            tree = self.genealogy()._repr_html_()
+            parts.append(f'<details open=""><summary>genealogy</summary>{tree}</details>')
         return "\n".join([*parts, "</div>"])
 
     def _table(self) -> Iterable[str]:
@@ -420,7 +401,9 @@ class Result:
             note += f"; died: {causes}"
         yield "particles", f"{count:,}", note * (alive < count)
         if not math.isnan(self.log_evidence):
-            note = f"Z = {math.exp(self.log_evidence):.3g}" if self.log_evidence < 700 else "Z > 1e304"
+            note = (
+                f"Z = {math.exp(self.log_evidence):.3g}" if self.log_evidence < 700 else "Z > 1e304"
+            )
             if alive and not math.isnan(error := self.evidence_error):
                 note += f" \N{PLUS-MINUS SIGN} {100 * error:.0f} %"
             elif alive and self.infos:
