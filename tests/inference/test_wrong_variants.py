@@ -643,13 +643,13 @@ RECIPES: dict[str, tuple[Law_, list[Wrong]]] = {
         [
             Wrong(
                 "the last text counts",
-                recipes.Rejection.result,
-                "(kept - last) / max(state.drawn - last, 1)",
-                "kept / max(state.drawn, 1)",
+                recipes.acceptance_rate,
+                "(kept - is_enough) / max(drawn - is_enough, 1)",
+                "kept / max(drawn, 1)",
             ),
             Wrong(
                 "texts that were cut",
-                recipes.Rejection._batch,
+                recipes.Rejection._log_chances,
                 'if "constraint" in self._judges',
                 "if False",
             ),
@@ -658,7 +658,12 @@ RECIPES: dict[str, tuple[Law_, list[Wrong]]] = {
     "best of N": (
         best_is_right,
         [
-            Wrong("the worst", recipes.BestOfN.result, "argmax", "argmin"),
+            Wrong(
+                "the worst",
+                recipes.BestOfN._ranked,
+                "frozen(scores)",
+                "frozen(np.where(scores > -math.inf, -scores, scores))",
+            ),
             Wrong(
                 "no masks",
                 recipes._unweighted,
