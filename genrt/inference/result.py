@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 SHOWN = 10
 """The rows of a posterior's table; the rest is one row more."""
 
-COLUMNS, TITLE = 100, 1500
-"""The most columns of a value in the table, and the most characters of its title."""
+WIDEST, TITLE = 100, 1500
+"""The most characters of a value in the table, and of its title."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -314,7 +314,7 @@ class Result:
         wide = max(map(len, weights), default=0)
         lines += ["", f"{'weight':<{wide}}  value" if rows else self._explain_empty()]
         lines += [
-            f"{weight:<{wide}}  {shorten(row[0], COLUMNS)}"
+            f"{weight:<{wide}}  {shorten(row[0], WIDEST)}"
             for weight, row in zip(weights, rows, strict=True)
         ]
         return "\n".join(lines)
@@ -324,20 +324,15 @@ class Result:
         printer.text(repr(self) if cycle else str(self))
 
     def _repr_html_(self) -> str:
-        """Return the figures, the posterior and the genealogy as a piece of HTML of bounded size, without
-        scripts and external parts, in the colours of the page."""
+        """Return figures, posterior and genealogy as a piece of HTML of bounded size, without scripts and
+        external parts, in the colors of the page."""
         figures = [
             f'<div><span class="note">{name}</span> <b>{figure}</b> '
             f'<span class="note">{html.escape(note)}</span></div>'
             for name, figure, note in self._figures()
         ]
-        parts = [
-            '<div class="genrt">',
-            f"<style>{STYLE}</style>",
-            '<div class="figures">',
-            *figures,
-        ]
-        parts += ["</div>", *self._table()]
+        head = f'<div class="genrt"><style>{STYLE}</style><div class="figures">'
+        parts = [head, *figures, "</div>", *self._table()]
         if self.infos:
             tree = self.genealogy()._repr_html_()
             parts.append(f'<details open=""><summary>genealogy</summary>{tree}</details>')
@@ -358,7 +353,7 @@ class Result:
                 low = max(weight - error, 0.0)
                 wide = scale * (weight + error - low)
                 bar += f'<i style="left:{scale * low:.1f}%;width:{wide:.1f}%"></i>'
-            shown = shorten(value, COLUMNS)
+            shown = shorten(value, WIDEST)
             title = f' title="{html.escape(value[:TITLE])}"' if shown != value else ""
             # A right-to-left text keeps its direction, but an escape in it must not be reversed.
             direction = "ltr" if "\\" in shown else "auto"

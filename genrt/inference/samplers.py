@@ -92,7 +92,7 @@ class Sampler:
         self._kernel, self._last = kernel, last
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.model!r}, num_particles={self._num_particles})"
+        return f"{type(self).__name__}({self.model!r})"
 
     def init(self, seed: int) -> State:
         """Return N particles without tokens, of weight 1; the seed is an integer from 0 on."""

@@ -1,4 +1,4 @@
-"""Formats any text, number or count for display: no control characters, bounded width.
+"""Formats any text, number or count for display: no control characters, bounded length.
 
 The output of a model or a program may hold terminal escapes, marks of direction, markup, or a megabyte in
 one line.
@@ -6,11 +6,9 @@ one line.
 
 from __future__ import annotations
 
-import bisect
 import math
-import unicodedata
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any
 
 from genrt.tokens.texts import decoded
@@ -54,30 +52,13 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def width(text: str) -> int:
-    """Return how many columns the text takes in a font of fixed width: two for a wide character, zero
-    for a mark."""
-    if text.isascii():
-        return len(text)
-    return sum(
-        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
-        for c in text
+def shorten(text: str, most: int) -> str:
+    """Return the text, or its beginning and end around an ellipsis, a quarter for the end: at most so
+    many characters."""
+    last = (most - 1) // 4
+    return (
+        text if len(text) <= most else text[: most - 1 - last] + ELLIPSIS + text[len(text) - last :]
     )
-
-
-def shorten(text: str, columns: int) -> str:
-    """Return the text, or its beginning and end around an ellipsis, a quarter for the end."""
-    if width(text) <= columns and len(text) <= 4 * columns:
-        return text
-    last = (columns - 1) // 4
-    end = _fitting(text[::-1], last)[::-1]
-    return _fitting(text, columns - 1 - last) + ELLIPSIS + end
-
-
-def _fitting(text: str, columns: int) -> str:
-    """Return the longest prefix of at most this many columns, and at most four characters for each."""
-    longest = text[: 4 * columns]
-    return longest[: bisect.bisect_right(list(accumulate(map(width, longest))), columns)]
 
 
 def label(value: Any) -> str:

@@ -22,7 +22,6 @@ from genrt.inference.display.formatting import (
     label,
     printable,
     shorten,
-    width,
 )
 from genrt.lm import AsyncLM
 from tests import runs
@@ -191,14 +190,10 @@ def test_chains_are_shown_with_how_well_they_mixed(lm: AsyncLM) -> None:
     assert "2 chains, ess=nan, r_hat=nan" in repr(unknown)
 
 
-def test_lines_are_abbreviated_to_a_width_that_counts_wide_characters_twice() -> None:
-    wide = "\N{CJK UNIFIED IDEOGRAPH-65E5}" * 30
-    assert width(wide) == 60
-    short = shorten(wide, 21)
-    assert width(short) <= 21
-    assert short.count("\N{HORIZONTAL ELLIPSIS}") == 1
+def test_lines_are_abbreviated_in_their_middle() -> None:
+    assert shorten("abcdefghij" * 3, 10) == "abcdefg\N{HORIZONTAL ELLIPSIS}ij"
     assert shorten("a" * 21, 21) == "a" * 21
-    assert len(shorten("a" + "\N{COMBINING TILDE}" * 5000, 10)) <= 80
+    assert len(shorten("a" * 22, 21)) == 21
 
 
 @pytest.mark.parametrize(
