@@ -32,6 +32,7 @@ STYLE = f"""
 .genrt .bar {{ width: 120px; height: 10px; margin-top: 5px; position: relative; }}
 .genrt .bar i {{ position: absolute; top: 4px; height: 2px; background: currentColor; }}
 .genrt .bar div {{ height: 10px; border-radius: 1px; background: {BLUE}; opacity: .75; }}
+.genrt caption {{ text-align: left; white-space: nowrap; }}
 .genrt .tree td.text {{ border-left: 1px solid {GREY}; padding-left: 4px; }}
 .genrt .tree .died, .genrt .tree .dropped {{ opacity: .65; }}
 .genrt summary {{ cursor: pointer; margin: 0 0 6px; }}

@@ -139,13 +139,15 @@ class Genealogy:
             below = [*takewhile(lambda each, start=start: each > start, least)]  # type: ignore[misc]
             cells = []
             for stop in sorted({*below, len(path)}):
+                height, first, last = 1 + sum(each >= stop for each in below), start, stop - 1
                 text = said(drawn(path[start:stop], self.infos), self.tokens)
-                steps = f"steps {self.infos[path[start][0]].step} to {self.infos[stop - 1].step}"
-                cells.append(
-                    f'<td class="text" rowspan="{1 + sum(each >= stop for each in below)}" '
-                    f'title="{steps}: {escape(shorten(text, 300))}">{escape(shorten(text, CELL))}</td>'
-                )
                 start = stop
+                if text:  # a finished particle draws no more
+                    steps = f"steps {self.infos[first].step} to {self.infos[last].step}"
+                    cells.append(
+                        f'<td class="text" rowspan="{height}" title="{steps}: '
+                        f'{escape(shorten(text, 300))}">{escape(shorten(text, CELL))}</td>'
+                    )
             end = ends[path[-1]]
             figure = f"{weights[particle]:.4f}" if end == "survived" else self.infos[step].step
             yield f'<tr class="{end}"><td class="weight">{SIGNS[end]}{figure}</td>{"".join(cells)}</tr>'
