@@ -142,8 +142,7 @@ def test_what_is_printed_says_what_it_is(lm: AsyncLM, make: Callable[[TextModel]
 
     model = TextModel(lm, [0, 1], max_tokens=3, constraint=regex("a+", lm), potential=len)
     assert repr(model).startswith("TextModel(2 tokens, max_tokens=3, constraint=<constraint: reg")
-    assert repr(make(model)).endswith("=2)") or "max_texts=4)" in repr(make(model))
-    assert repr(model) in repr(make(model))
+    assert repr(make(model)) == f"{type(make(model)).__name__}({model!r})"
     assert "program" in repr(SMC(Program(lm, program), num_particles=2))
 
 

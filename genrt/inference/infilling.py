@@ -18,8 +18,8 @@ import torch
 
 from genrt.constraints import Constraint, amasks
 from genrt.constraints.protocols import prompt_tokens, tokens_of
-from genrt.errors import ContextTooLong
-from genrt.inference.checks import adapter_name, check_runtime, constraint_start
+from genrt.inference.checks import check_runtime, constraint_start
+from genrt.inference.laws import Law
 from genrt.inference.programs import Execution, Program
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int
@@ -51,16 +51,10 @@ def infilling(
     """
     before = prompt_tokens(check_runtime(lm), prefix, name="the prefix")
     after = prompt_tokens(lm, suffix, name="the suffix", begins=False)
-    name = adapter_name(adapter)
     longest = check_int("max_tokens", max_tokens, 0, 2**31)
+    Law(lm, before, adapter=adapter).check_length(longest + len(after))
     if constraint is not None:
         constraint_start(lm, constraint)
-    needed = len(before) + longest + len(after) - 1
-    if needed > lm.max_model_len:
-        raise ContextTooLong(
-            f"a prefix of {len(before)} tokens, a gap of {longest} and a suffix of {len(after)} need a "
-            f"context of {needed}, and the model's is {lm.max_model_len}: shorten one of them"
-        )
     tokens = tokens_of(lm)
     anything = unpacked(tokens.open, lm.vocab_size)
 
@@ -72,11 +66,11 @@ def infilling(
             mask = anything.clone() if state is None else (await amasks([state]))[0]
             may_end = bool(mask[tokens.eos_token_id])
             mask[tokens.eos_token_id] = False
-            scores = await p.lm.score(context, list(after), adapter=name)
+            scores = await p.lm.score(context, list(after), adapter=adapter)
             ending = float(scores.double().sum())
             going = -math.inf
             if len(drawn) < longest and bool(mask.any()):
-                row = await p.lm.next_token_logprobs(context, device="cpu", adapter=name)
+                row = await p.lm.next_token_logprobs(context, device="cpu", adapter=adapter)
                 going = float(torch.logsumexp(row[mask].double(), dim=0))
             highest = max(ending, twist or -math.inf)
             if highest > -math.inf:
@@ -87,7 +81,7 @@ def infilling(
             p.observe(total - twist)
             if await p.choice([True, False], log_weights=weights):
                 return decoded(b"".join(lm.byte_vocab[each] for each in drawn))
-            token_id = await p.sample(context, mask=mask, adapter=name)
+            token_id = await p.sample(context, mask=mask, adapter=adapter)
             p.observe(-going)
             drawn.append(token_id)
             state = None if state is None else state.advance(token_id)

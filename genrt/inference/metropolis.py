@@ -51,7 +51,6 @@ class MetropolisHastings(Sampler):
     from any prefix of its particles, as ``TextModel`` and ``Program`` do.
     """
 
-    _name = "MH"
     _keeps_particles = True
 
     def __init__(
@@ -76,7 +75,6 @@ class MetropolisHastings(Sampler):
         super().__init__(model, self._one_step, num_particles=count)
         self._num_steps = check_int("num_steps", num_steps, 1)
         self._total = self._num_steps + 1
-        self._numbers = {"num_chains": count, "num_steps": self._num_steps}
         self._warm_up = check_int("warm_up", warm_up, 0)
         self._attempts = check_int("attempts", attempts, 1)
         if self._warm_up >= self._num_steps:
@@ -130,9 +128,6 @@ class MetropolisHastings(Sampler):
         zeros = frozen(np.zeros(len(particles)))
         return result_of(self.model, particles, zeros, math.nan, chains=chains)
 
-    def _figures(self, state: State, info: Info) -> dict[str, Any]:
-        return {"accepted": f"{info.moved.mean():.2f}"}
-
 
 class ParticleGibbs(MetropolisHastings):
     """Chains whose moves are conditional SMC: N particles, the present text among them; the next text is
@@ -145,8 +140,6 @@ class ParticleGibbs(MetropolisHastings):
 
         result = await ParticleGibbs(model, num_particles=16, num_chains=8, num_steps=50).run(seed=0)
     """
-
-    _name = "particle Gibbs"
 
     def __init__(self, model: Model, *, num_particles: int, num_chains: int, num_steps: int,
                  warm_up: int = 0, attempts: int = 100, ancestors: bool = False) -> None:  # fmt: skip

@@ -208,7 +208,6 @@ class State:
         has_evidence: whether ``log_evidence`` estimates an evidence; particles that were chosen by their
             weights have none.
         is_final: whether the last step of a sampler with one was made.
-        drawn: how many texts ``Rejection`` drew; it keeps those that it accepted.
     """
 
     particles: tuple[Any, ...]
@@ -223,7 +222,6 @@ class State:
     key: tuple[int, ...] = ()
     has_evidence: bool = True
     is_final: bool = False
-    drawn: int = 0
 
     @classmethod
     def begin(cls, start: Any, count: int, seed: int) -> Self:

@@ -919,7 +919,13 @@ class Program:
 
     The module's docstring has its target and its limits. A posterior needs hashable values;
     ``token_ids`` and texts come from all ``sample`` calls.
+
+    Attributes:
+        lm: the runtime.
     """
+
+    max_steps: int | None = None
+    """A program ends when it returns."""
 
     def __init__(
         self,
@@ -940,7 +946,7 @@ class Program:
                 draw.
         """
         checks.check_callable("the program", function, "an async function of an execution")
-        self._lm = checks.check_runtime(lm)
+        self.lm = checks.check_runtime(lm)
         self._function = function
         if not isinstance(given, Mapping | None):
             raise InvalidRequest(f"given is {displayed(given)}: give a dict of values by name")
@@ -953,16 +959,6 @@ class Program:
     def __repr__(self) -> str:
         return f"Program({getattr(self._function, '__name__', self._function)})"
 
-    @property
-    def lm(self) -> AsyncLM:
-        """The runtime."""
-        return self._lm
-
-    @property
-    def max_steps(self) -> None:
-        """``None``: a program ends when it returns."""
-        return None
-
     def start(self) -> ProgramTrace:
         """Return an execution before its first line."""
         return ProgramTrace()
@@ -970,7 +966,7 @@ class Program:
     def text(self, trace: ProgramTrace) -> str:
         """Return the text of the sampled tokens as UTF-8; other bytes show as U+FFFD and their number.
         Without a tokenizer it is ``""``."""
-        vocabulary = checks.token_bytes(self._lm)
+        vocabulary = checks.token_bytes(self.lm)
         return decoded(b"".join(vocabulary[token_id] for token_id in trace.token_ids))
 
     def value(self, trace: ProgramTrace) -> Any:
@@ -1041,7 +1037,7 @@ class Program:
         key = id(constraint), adapter, repr((max_tokens, stop, temperature))
         if (model := self._text_models.get(key)) is None:
             model = TextModel(
-                Law(self._lm, prompt, adapter=adapter, temperature=temperature),
+                Law(self.lm, prompt, adapter=adapter, temperature=temperature),
                 max_tokens=max_tokens,
                 stop=stop,
                 constraint=constraint,

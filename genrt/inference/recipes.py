@@ -17,7 +17,7 @@ import numpy as np
 
 from genrt.constraints import potential as indicator
 from genrt.errors import InvalidRequest
-from genrt.inference.checks import check_callable, checked_state, evaluate_potential
+from genrt.inference.checks import check_callable, evaluate_potential
 from genrt.inference.kernels import (
     branch,
     chain,
@@ -30,10 +30,10 @@ from genrt.inference.kernels import (
     values_at,
     values_of,
 )
-from genrt.inference.model import Deaths, Info, Model, State, frozen, model_seed
+from genrt.inference.model import Info, Model, State, frozen, model_seed
 from genrt.inference.resampling import Floats, Resampler, effective_sample_size, optimal, systematic
 from genrt.inference.result import Result
-from genrt.inference.samplers import Sampler, result_of
+from genrt.inference.samplers import Sampler
 from genrt.inference.text_model import NO_TOKEN, TextModel, checked_text_model
 from genrt.numbers import check_float, check_int, displayed
 from genrt.tokens.texts import Potential, Text
@@ -250,7 +250,7 @@ def tempered(
 
 class Rejection(Sampler):
     """Rejection sampling for a ``TextModel``: independent texts of its target, weighted alike, at a cost
-    of 1 / Z texts for each (von Neumann 1951).
+    of 1 / Z texts for each (von Neumann 1951). It is one step.
 
     It draws whole texts without the constraint, and accepts one with probability
     1[x in C] exp(phi(x) - c), for a bound c of the potential phi. For a run that stops at the k-th
@@ -264,8 +264,6 @@ class Rejection(Sampler):
 
         result = await Rejection(model, num_samples=20, max_texts=10_000).run(seed=0)
     """
-
-    _name = "rejection"
 
     def __init__(
         self,
@@ -281,13 +279,13 @@ class Rejection(Sampler):
             num_samples: the texts to keep, at least 1. With 1 there is no estimate of the evidence: it is
                 NaN.
             max_texts: the most texts to draw.
-            batch_size: the texts of a step.
+            batch_size: the texts to draw at once.
             bound: an upper bound of the model's potential.
 
         Raises:
             InvalidRequest: an argument is out of range.
         """
-        super().__init__(checked_text_model(model), self._batch, num_particles=1)
+        super().__init__(checked_text_model(model), self._reject, num_particles=1)
         if len(model.laws) > 1 or model.laws[0].power != 1:
             raise InvalidRequest(
                 "whole texts are drawn from one law of power 1, and this model has others: take SMC or "
@@ -308,60 +306,55 @@ class Rejection(Sampler):
         self._max_texts = check_int("max_texts", max_texts, 1)
         self._batch_size = check_int("batch_size", batch_size, 1)
         self._bound = check_float("bound", bound)
-        self._total = -(-self._max_texts // self._batch_size)
-        self._numbers = {"num_samples": self._num_samples, "max_texts": self._max_texts}
 
-    def init(self, seed: int) -> State:
-        """Return the state before the first batch; the seed is an integer from 0 on."""
-        return State.begin(self.model.start(), 0, check_int("seed", seed, 0))
+    async def _reject(self, state: State) -> State:
+        """Draw until enough texts were accepted or drawn, and keep the accepted ones."""
+        kept, drawn, wanted = list[Any](), 0, self._num_samples
+        for number in count():
+            size = min(self._batch_size, self._max_texts - drawn)
+            if not size or len(kept) == wanted:
+                break
+            batch = state.labeled(step=state.step + number)
+            seeds = np.random.SeedSequence(model_seed(batch.seed_sequence(1)))
+            traces = await finished(self._plain, [self._plain.start()] * size, seeds)
+            found = await self._log_chances([each.generated for each in traces])
+            thresholds = np.log1p(-np.random.default_rng(batch.seed_sequence(0)).random(size))
+            places = np.nonzero(thresholds <= found)[0][: wanted - len(kept)].tolist()
+            kept += [traces[place] for place in places]
+            drawn += places[-1] + 1 if len(kept) == wanted else size
+        # Of one text there is no estimate, and its weight is of no consequence.
+        share = acceptance_rate(len(kept), drawn, is_enough=len(kept) == wanted) or 1.0
+        after = state.take(np.zeros(len(kept), np.int64), np.zeros(len(kept)), resampled=False)
+        return replace(
+            after,
+            particles=tuple(kept),
+            log_weights=frozen(np.full(len(kept), math.log(share) + self._bound)),
+            eve=frozen(np.arange(len(kept))),
+            has_families=True,
+            has_evidence=wanted > 1,
+        )
 
-    def is_done(self, state: State) -> bool:
-        """Return whether enough texts were accepted or drawn."""
-        enough = len(checked_state(state).particles) >= self._num_samples
-        return enough or state.drawn >= self._max_texts
-
-    async def _batch(self, state: State) -> State:
-        """Draw one more batch, up to the last text that is wanted, and keep what is accepted."""
-        size = min(self._batch_size, self._max_texts - state.drawn)
-        seeds = np.random.SeedSequence(model_seed(state.seed_sequence(1)))
-        traces = await finished(self._plain, [self._plain.start()] * size, seeds)
-        texts = [each.generated for each in traces]
+    async def _log_chances(self, texts: Sequence[Text]) -> Floats:
+        """Return the logarithms of the texts' chances to be accepted."""
         # A text cut at max_tokens has not ended, so it is not one of the constraint's.
         longest = self._plain.max_tokens if "constraint" in self._judges else math.inf
         found = np.array([0.0 if len(text.token_ids) < longest else -math.inf for text in texts])
         for name, judge in self._judges.items():
             [alive] = np.nonzero(found > -math.inf)
             found[alive] = await evaluate_potential(name, judge, [texts[each] for each in alive])
-        for text, log_weight in zip(texts, found, strict=True):
-            if log_weight > self._bound:
-                raise InvalidRequest(
-                    f"the potential of {str(text)!r} is {log_weight}, above the bound {self._bound}: "
-                    "give a higher bound="
-                )
-        thresholds = np.log1p(-np.random.default_rng(state.seed_sequence(0)).random(size))
-        [places] = np.nonzero(thresholds <= found - self._bound)
-        places = places[: self._num_samples - len(state.particles)]
-        particles = (*state.particles, *[traces[place] for place in places])
-        kept, drawn = len(particles), state.drawn + size
-        if kept == self._num_samples:
-            drawn = state.drawn + int(places[-1]) + 1
-        log_weights = frozen(np.full(kept, math.log(max(kept, 1) / drawn) + self._bound))
-        return State(particles, log_weights, state.step, state.seed, key=state.key, drawn=drawn)
+        if (highest := found.max()) > self._bound:
+            text = texts[int(found.argmax())]
+            raise InvalidRequest(
+                f"the potential of {str(text)!r} is {highest}, above the bound {self._bound}: "
+                "give a higher bound="
+            )
+        return found - self._bound
 
-    def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
-        """Return the accepted texts, weighted alike, and the estimate of the evidence."""
-        kept = len(state.particles)
-        last = kept == self._num_samples  # the text at which it stopped
-        share = (kept - last) / max(state.drawn - last, 1)
-        log_share = -math.inf if share == 0 else math.log(share)
-        if self._num_samples == 1:
-            log_share = math.nan
-        log_weights, eve = frozen(np.zeros(kept)), frozen(np.arange(kept))
-        log_evidence = log_share + self._bound
-        return result_of(self.model, state.particles, log_weights, log_evidence, eve=eve)
 
-    def _figures(self, state: State, info: Info) -> dict[str, Any]:
-        return {"kept": f"{len(state.particles)}/{self._num_samples}", "drawn": state.drawn}
+def acceptance_rate(kept: int, drawn: int, *, is_enough: bool) -> float:
+    """Return an unbiased estimate of the share of texts that are accepted, 0 if there is none: from a
+    run that kept so many, and stopped because they were enough, or because all were drawn."""
+    return (kept - is_enough) / max(drawn - is_enough, 1)
 
 
 class BestOfN(Sampler):
@@ -375,8 +368,6 @@ class BestOfN(Sampler):
         result.posterior()  # [(the best text, 1.0)], or [] if all met dead ends
     """
 
-    _name = "best of N"
-
     def __init__(self, model: TextModel, *, n: int, score: Potential | None = None) -> None:
         """
         Args:
@@ -387,19 +378,19 @@ class BestOfN(Sampler):
             InvalidRequest: an argument is out of range.
         """
         drawing = extend(_unweighted(checked_text_model(model)))
-        count = check_int("n", n, 1, 2**31)
-        super().__init__(model, drawing, num_particles=count, last=self._ranked)
+        number = check_int("n", n, 1, 2**31)
+        super().__init__(model, drawing, num_particles=number, last=self._ranked)
         check_callable("the score", score, "a function of a Text", optional=True)
         ranking = model.potential if score is None else score
         self._score = None if ranking is None else _judge(model, ranking, name="score")
-        self._numbers = {"n": count}
 
     async def _ranked(self, state: State) -> State:
         """Return the texts with their scores as log-weights: -inf for a text that met a dead end of the
         constraint, or ``max_tokens``."""
         alive = np.where(state.log_weights > -math.inf, 0.0, -math.inf)
         scores = alive if self._score is None else await values_at(self._score, state)
-        return replace(state, log_weights=frozen(scores))
+        ranked = replace(state, log_weights=frozen(scores))
+        return ranked.labeled(has_evidence=False, has_families=False)
 
     def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
         """Return all texts. The first one of the highest score alone has a weight."""
@@ -407,8 +398,7 @@ class BestOfN(Sampler):
         best = int(np.argmax(state.log_weights))
         if state.log_weights[best] > -math.inf:
             log_weights[best] = 0.0
-        deaths = Deaths.of(self.model, state)
-        return result_of(self.model, state.particles, frozen(log_weights), math.nan, deaths=deaths)
+        return replace(super().result(state), log_weights=frozen(log_weights))
 
 
 def _judge(

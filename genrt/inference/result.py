@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from genrt.errors import ExtraNotInstalled, InvalidRequest
-from genrt.inference.display.formatting import BLUE, count_of, fixed, label, number, shorten
+from genrt.inference.display.formatting import STYLE, count_of, fixed, label, number, shorten
 from genrt.inference.display.genealogy import Genealogy
 from genrt.inference.estimates import (
     ChainStatistics,
@@ -41,27 +41,8 @@ if TYPE_CHECKING:
 SHOWN = 10
 """The rows of a posterior's table; the rest is one row more."""
 
-COLUMNS, TITLE = 100, 1500
-"""The most columns of a value in the table, and the most characters of its title."""
-
-STYLE = f"""
-.genrt {{ font: 13px/1.45 system-ui, sans-serif; }}
-.genrt .figures {{ display: flex; flex-wrap: wrap; gap: 6px 28px; margin: 2px 0 10px; }}
-.genrt .figures div {{ white-space: nowrap; }}
-.genrt b {{ font-weight: 600; font-size: 15px; }}
-.genrt .note {{ opacity: .65; }}
-.genrt table {{ border-collapse: collapse; margin: 0 0 12px; border: 0; font-size: 13px; }}
-.genrt tr, .genrt tr:hover, .genrt tr:nth-child(even) {{ background: none; }}
-.genrt th, .genrt td {{ border: 0; padding: 2px 10px 2px 0; text-align: left; vertical-align: top; }}
-.genrt th {{ font-weight: 400; opacity: .65; }}
-.genrt td.weight {{ text-align: right; font-variant-numeric: tabular-nums; }}
-.genrt td.text {{ font-family: ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap;
-  overflow-wrap: anywhere; }}
-.genrt .bar {{ width: 120px; height: 10px; margin-top: 5px; position: relative; }}
-.genrt .bar i {{ position: absolute; top: 4px; height: 2px; background: currentColor; }}
-.genrt .bar div {{ height: 10px; border-radius: 1px; background: {BLUE}; opacity: .75; }}
-.genrt summary {{ cursor: pointer; margin: 0 0 6px; }}
-"""
+WIDEST, TITLE = 100, 1500
+"""The most characters of a value in the table, and of its title."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -235,7 +216,7 @@ class Result:
         return diagnose(np.array(numbers, dtype=np.float64))
 
     def genealogy(self, *, lineages: int = 24) -> Genealogy:
-        """Return the family tree of the particles, with their tokens, as a picture.
+        """Return the family tree of the particles, with their tokens.
 
         Args:
             lineages: the most to show: survivors first, distinct texts before equal ones, and a sample
@@ -333,7 +314,7 @@ class Result:
         wide = max(map(len, weights), default=0)
         lines += ["", f"{'weight':<{wide}}  value" if rows else self._explain_empty()]
         lines += [
-            f"{weight:<{wide}}  {shorten(row[0], COLUMNS)}"
+            f"{weight:<{wide}}  {shorten(row[0], WIDEST)}"
             for weight, row in zip(weights, rows, strict=True)
         ]
         return "\n".join(lines)
@@ -343,23 +324,18 @@ class Result:
         printer.text(repr(self) if cycle else str(self))
 
     def _repr_html_(self) -> str:
-        """Return the figures, the posterior and the genealogy as a piece of HTML of bounded size, without
-        scripts and external parts, in the colours of the page."""
+        """Return figures, posterior and genealogy as a piece of HTML of bounded size, without scripts and
+        external parts, in the colors of the page."""
         figures = [
             f'<div><span class="note">{name}</span> <b>{figure}</b> '
             f'<span class="note">{html.escape(note)}</span></div>'
             for name, figure, note in self._figures()
         ]
-        parts = [
-            '<div class="genrt">',
-            f"<style>{STYLE}</style>",
-            '<div class="figures">',
-            *figures,
-        ]
-        parts += ["</div>", *self._table()]
+        head = f'<div class="genrt"><style>{STYLE}</style><div class="figures">'
+        parts = [head, *figures, "</div>", *self._table()]
         if self.infos:
-            picture = self.genealogy()._repr_html_()
-            parts.append(f'<details open=""><summary>genealogy</summary>{picture}</details>')
+            tree = self.genealogy()._repr_html_()
+            parts.append(f'<details open=""><summary>genealogy</summary>{tree}</details>')
         return "\n".join([*parts, "</div>"])
 
     def _table(self) -> Iterable[str]:
@@ -377,7 +353,7 @@ class Result:
                 low = max(weight - error, 0.0)
                 wide = scale * (weight + error - low)
                 bar += f'<i style="left:{scale * low:.1f}%;width:{wide:.1f}%"></i>'
-            shown = shorten(value, COLUMNS)
+            shown = shorten(value, WIDEST)
             title = f' title="{html.escape(value[:TITLE])}"' if shown != value else ""
             # A right-to-left text keeps its direction, but an escape in it must not be reversed.
             direction = "ltr" if "\\" in shown else "auto"
@@ -420,9 +396,13 @@ class Result:
             note += f"; died: {causes}"
         yield "particles", f"{count:,}", note * (alive < count)
         if not math.isnan(self.log_evidence):
-            note = f"Z = {math.exp(self.log_evidence):.3g}" if self.log_evidence < 700 else ""
+            note = (
+                f"Z = {math.exp(self.log_evidence):.3g}" if self.log_evidence < 700 else "Z > 1e304"
+            )
             if alive and not math.isnan(error := self.evidence_error):
                 note += f" \N{PLUS-MINUS SIGN} {100 * error:.0f} %"
+            elif alive and self.infos:
+                note += ", its error unknown: take several runs"
             yield "log evidence", number(self.log_evidence), note
         if self.chains is not None and alive:
             chains = self.chains

@@ -65,7 +65,6 @@ class Sampler:
         model: the model that runs.
     """
 
-    _name = "sampler"
     _keeps_particles = False
     """Whether the records of steps need the particles."""
 
@@ -90,12 +89,10 @@ class Sampler:
         check_callable("last", last, "a kernel, such as keep(1)", optional=True)
         self._total = model.max_steps
         self._num_particles = check_int("num_particles", num_particles, 1, 2**31)
-        self._numbers = {"num_particles": self._num_particles}
         self._kernel, self._last = kernel, last
 
     def __repr__(self) -> str:
-        numbers = "".join(f", {name}={each}" for name, each in self._numbers.items())
-        return f"{type(self).__name__}({self.model!r}{numbers})"
+        return f"{type(self).__name__}({self.model!r})"
 
     def init(self, seed: int) -> State:
         """Return N particles without tokens, of weight 1; the seed is an integer from 0 on."""
@@ -153,10 +150,11 @@ class Sampler:
                 shipped: Result = await run_program(lm, self, int(seed), None)
                 return shipped
         before = None if lm is None else lm.statistics()
-        with progress_bar(self._name, self._total, shown=progress) as show:
+        with progress_bar(type(self).__name__, self._total, shown=progress) as show:
             async for state, info in self.steps(state):  # noqa: B020
                 infos.append(info)
-                show(**self._figures(state, info))
+                going = f"{info.unfinished}/{len(state.particles)}"
+                show(going=going, ESS=f"{info.ess:.1f}")
                 if on_step is not None:
                     on_step(state, info)
         result = self.result(state, infos=infos)
@@ -190,9 +188,6 @@ class Sampler:
         vocabulary = token_bytes(lm)
         return {each: vocabulary[each] for each in sorted(drawn)}
 
-    def _figures(self, state: State, info: Info) -> dict[str, Any]:
-        return {"going": f"{info.unfinished}/{len(state.particles)}", "ESS": f"{info.ess:.1f}"}
-
 
 class SMC(Sampler):
     """Sequential Monte Carlo for one model: ``chain(resample(), extend(model))``; the module's docstring
@@ -204,8 +199,6 @@ class SMC(Sampler):
                           constraint=regex(r"(Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\\.", lm))
         result = await SMC(model, num_particles=64).run(seed=0)
     """
-
-    _name = "SMC"
 
     def __init__(
         self,

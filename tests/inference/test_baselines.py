@@ -17,12 +17,10 @@ from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.inference import (
     BestOfN,
-    Info,
     Rejection,
-    State,
     TextModel,
 )
-from genrt.inference.texts import TextTrace
+from genrt.inference.recipes import acceptance_rate
 from genrt.testing import exact_posterior
 from genrt.tokens.texts import Text
 
@@ -40,78 +38,54 @@ def likes_b(text: Text) -> float:
 @pytest.mark.parametrize("num_samples", [2, 3])
 @pytest.mark.parametrize("max_texts", [1, 2, 3, 6])
 @pytest.mark.parametrize("share", [0.1, 0.5])
-@pytest.mark.parametrize("bound", [0.0, 1.5])
-def test_the_evidence_is_unbiased_over_all_points_at_which_it_stops(
-    num_samples: int, max_texts: int, share: float, bound: float
+def test_the_rate_is_unbiased_over_all_points_at_which_a_run_stops(
+    num_samples: int, max_texts: int, share: float
 ) -> None:
     """Exactly: over every (kept, drawn) that independent trials of probability ``share`` can stop at."""
-    with genrt.load(LIVELY, engine="exact") as lm:
-        sampler = Rejection(
-            TextModel(lm, PROMPT, max_tokens=2),
-            num_samples=num_samples,
-            max_texts=max_texts,
-            bound=bound,
-        )
-        total, mean = 0.0, 0.0
-        for kept in range(num_samples + 1):
-            for drawn in range(1, max_texts + 1):
-                if kept == num_samples:
-                    ways = math.comb(drawn - 1, kept - 1)
-                else:
-                    ways = math.comb(drawn, kept) if drawn == max_texts else 0
-                probability = ways * share**kept * (1 - share) ** max(drawn - kept, 0)
-                if probability:
-                    particles = (TextTrace(finished=True),) * kept
-                    state = State(particles, np.zeros(kept), 1, 0, drawn=drawn)
-                    assert sampler.is_done(state)
-                    total += probability
-                    mean += probability * math.exp(sampler.result(state).log_evidence)
+    total, mean = 0.0, 0.0
+    for kept in range(num_samples + 1):
+        for drawn in range(1, max_texts + 1):
+            is_enough = kept == num_samples
+            if is_enough:
+                ways = math.comb(drawn - 1, kept - 1)
+            else:
+                ways = math.comb(drawn, kept) if drawn == max_texts else 0
+            if probability := ways * share**kept * (1 - share) ** max(drawn - kept, 0):
+                total += probability
+                mean += probability * acceptance_rate(kept, drawn, is_enough=is_enough)
     assert total == pytest.approx(1)
-    assert mean == pytest.approx(share * math.exp(bound))
+    assert mean == pytest.approx(share)
 
 
-async def test_of_one_text_there_is_no_estimate() -> None:
+async def test_of_one_text_there_is_no_estimate_and_of_no_text_it_is_nothing() -> None:
     with genrt.load(LIVELY, engine="exact") as lm:
-        sampler = Rejection(TextModel(lm, PROMPT, max_tokens=2), num_samples=1, max_texts=5)
-        result = await sampler.run(0)
-        assert math.isnan(sampler.result(sampler.init(0)).log_evidence)
-    assert len(result.texts) == 1
+        model = TextModel(lm, PROMPT, max_tokens=2)
+        result = await Rejection(model, num_samples=1, max_texts=5).run(0)
+        never = TextModel(lm, PROMPT, max_tokens=2, potential=lambda text: -math.inf)
+        nothing = await Rejection(never, num_samples=2, max_texts=5).run(0)
+    assert (len(result.texts), result.weights.tolist()) == (1, [1.0])
     assert math.isnan(result.log_evidence)
+    assert (nothing.texts, nothing.log_evidence, nothing.posterior()) == ((), -math.inf, [])
 
 
-async def test_a_state_keeps_what_was_accepted_and_a_record_is_of_that() -> None:
+@pytest.mark.parametrize("batch_size", [1, 4, 900])
+async def test_a_run_ends_with_the_text_that_is_enough(batch_size: int) -> None:
+    """The evidence tells how many texts were drawn, a batch cut at the last one that is kept."""
     with genrt.load(LIVELY, engine="exact") as lm:
         model = TextModel(lm, PROMPT, max_tokens=5, constraint=regex("a(a|b)*", lm))
-        sampler = Rejection(model, num_samples=9, max_texts=900, batch_size=4, bound=0.5)
-        state, kept = sampler.init(3), [0]
-        async for after, info in sampler.steps(state):
-            assert after.particles[: kept[-1]] == state.particles
-            assert (after.particles == ()) or after.log_evidence == pytest.approx(
-                math.log(len(after.particles) / after.drawn) + 0.5
-            )
-            assert len(info.token_ids) == len(info.log_weights) == len(after.particles)
-            assert (info.token_ids[: kept[-1]] == -1).all()
-            assert not info.moved.any()
-            state = after
-            kept.append(len(state.particles))
-        result = sampler.result(state)
-    assert kept[-1] == 9 == len(result.texts)
-    assert 4 * (len(kept) - 2) < state.drawn <= 4 * (len(kept) - 1) < 900
-    assert result.log_evidence == pytest.approx(math.log(8 / (state.drawn - 1)) + 0.5)
-
-
-def test_the_bar_counts_batches(capfd: pytest.CaptureFixture[str]) -> None:
-    def interrupt(state: State, info: Info) -> None:
-        raise KeyboardInterrupt
-
-    with genrt.load(LIVELY, engine="exact") as lm:
-        model = TextModel(lm, PROMPT, max_tokens=7)
-        sampler = Rejection(model, num_samples=20, max_texts=20, batch_size=8)
-        with pytest.raises(KeyboardInterrupt):
-            asyncio.run(sampler.run(0, progress=True, on_step=interrupt))
-    last = capfd.readouterr().err.rstrip().rsplit("\r", 1)[-1]
-    assert "1/3" in last
-    assert "kept=8/20, drawn=8" in last
+        sampler = Rejection(model, num_samples=9, max_texts=900, batch_size=batch_size, bound=0.5)
+        result = await sampler.run(3)
+        few = Rejection(model, num_samples=900, max_texts=90, batch_size=batch_size, bound=0.5)
+        fewer = await few.run(3)
+    assert len(result.texts) == 9
+    drawn = 8 / math.exp(result.log_evidence - 0.5) + 1
+    assert drawn == pytest.approx(round(drawn))
+    assert 9 < round(drawn) < 300
+    error = np.std([*map(len, result.texts)], ddof=1) / 3  # of nine independent texts
+    assert 0 < error == pytest.approx(result.expectation_error(len))
+    kept = len(fewer.texts)
+    assert 0 < kept < 90
+    assert fewer.log_evidence == pytest.approx(math.log(kept / 90) + 0.5)
 
 
 async def test_a_potential_above_the_bound_is_refused() -> None:

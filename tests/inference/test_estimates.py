@@ -121,6 +121,7 @@ async def test_other_schemes_have_no_error_of_one_run_and_several_have() -> None
     assert math.isnan(result.evidence_error)
     assert math.isnan(result.expectation_error(float))
     assert "\N{PLUS-MINUS SIGN}" not in str(result)
+    assert "its error unknown: take several runs" in str(result)
     runs = await several(sampler, 40, seed=0)
     assert len({each.log_evidence for each in runs.results}) == 40
     off = math.exp(runs.log_evidence) / evidence - 1
@@ -131,6 +132,7 @@ async def test_other_schemes_have_no_error_of_one_run_and_several_have() -> None
     plain = await importance_sampling(walk, num_particles=32).run(0)
     assert plain.evidence_error > 0
     assert "\N{PLUS-MINUS SIGN}" in str(plain)
+    assert "several" not in str(plain)
 
 
 async def test_weights_and_steps_are_shown_with_their_standard_errors() -> None:

@@ -21,15 +21,17 @@ import numpy as np
 import pytest
 
 import genrt
-from genrt.constraints import predicate, regex
+from genrt.constraints import predicate, regex, strings
 from genrt.engines.exact import NGram
 from genrt.inference import (
     AWRS,
     SMC,
     BestOfN,
+    Execution,
     Law,
     MetropolisHastings,
     ParticleGibbs,
+    Program,
     Rejection,
     State,
     TextModel,
@@ -44,6 +46,7 @@ from genrt.inference import (
     laws,
     metropolis,
     multinomial,
+    programs,
     recipes,
     resample_move,
     resampling,
@@ -241,6 +244,28 @@ async def gaps_are_right(runs: int = 70) -> None:
     async with await genrt.aload(NGRAM, engine="exact") as lm:
         sampler = SMC(infilling(lm, [0], [1], max_tokens=2), num_particles=6, resample_when=1.0)
         await weighs(sampler, {gap: each / evidence for gap, each in law.items()}, evidence, runs)
+
+
+async def programs_are_right(runs: int = 150) -> None:
+    """A program that draws a value by a proposal, and a text under a constraint."""
+    shares, wanted = np.log([0.2, 0.8]), {"a": (0,), "ba": (1, 0), "bb": (1, 1)}
+    law = dict[Any, float]()
+    for first, (text, tokens) in itertools.product(range(2), wanted.items()):
+        rows = [NGRAM.row([first, *tokens[:place]]) for place in range(len(tokens))]
+        total = sum(float(row[token]) for row, token in zip(rows, tokens, strict=True))
+        law[first, text] = math.exp(shares[first] + 1.5 * first - 1.5 + total)
+    evidence = sum(law.values())
+
+    async with await genrt.aload(NGRAM, engine="exact") as lm:
+        texts = strings([*wanted], lm)
+
+        async def spoken(p: Execution) -> tuple[int, str]:
+            first = await p.choice([0, 1], log_weights=shares, proposal=[0.0, -1.0])
+            p.observe(1.5 * first - 1.5)
+            return first, str(await p.text([first], max_tokens=2, stop=None, constraint=texts))
+
+        sampler = SMC(Program(lm, spoken), num_particles=4, resample_when=1.0)
+        await weighs(sampler, {each: law[each] / evidence for each in law}, evidence, runs)
 
 
 async def rejection_is_right(runs: int = 200) -> None:
@@ -599,6 +624,19 @@ RECIPES: dict[str, tuple[Law_, list[Wrong]]] = {
             ),
         ],
     ),
+    "a program": (
+        programs_are_right,
+        [
+            Wrong("a proposal's choice as its own", programs._log_share, "shares[index]", "0.5"),
+            Wrong(
+                "a text without its mass",
+                Program._texts_longer,
+                "trace.log_weight += text.log_weight",
+                "pass",
+            ),
+            Wrong("the last weight alone", Execution._weigh, "+= log_weight", "= log_weight"),
+        ],
+    ),
     "infilling": (
         gaps_are_right,
         [
@@ -611,13 +649,13 @@ RECIPES: dict[str, tuple[Law_, list[Wrong]]] = {
         [
             Wrong(
                 "the last text counts",
-                recipes.Rejection.result,
-                "(kept - last) / max(state.drawn - last, 1)",
-                "kept / max(state.drawn, 1)",
+                recipes.acceptance_rate,
+                "(kept - is_enough) / max(drawn - is_enough, 1)",
+                "kept / max(drawn, 1)",
             ),
             Wrong(
                 "texts that were cut",
-                recipes.Rejection._batch,
+                recipes.Rejection._log_chances,
                 'if "constraint" in self._judges',
                 "if False",
             ),
@@ -626,7 +664,12 @@ RECIPES: dict[str, tuple[Law_, list[Wrong]]] = {
     "best of N": (
         best_is_right,
         [
-            Wrong("the worst", recipes.BestOfN.result, "argmax", "argmin"),
+            Wrong(
+                "the worst",
+                recipes.BestOfN._ranked,
+                "frozen(scores)",
+                "frozen(np.where(scores > -math.inf, -scores, scores))",
+            ),
             Wrong(
                 "no masks",
                 recipes._unweighted,

@@ -1,4 +1,4 @@
-"""Formats any text, number or count for display: no control characters, bounded width.
+"""Formats any text, number or count for display: no control characters, bounded length.
 
 The output of a model or a program may hold terminal escapes, marks of direction, markup, or a megabyte in
 one line.
@@ -6,17 +6,38 @@ one line.
 
 from __future__ import annotations
 
-import bisect
 import math
-import unicodedata
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import groupby
 from typing import Any
 
 from genrt.tokens.texts import decoded
 
-BLUE, ORANGE, GREY = "#2f7fc1", "#d55e00", "#8b929c"
-"""Distinct with any kind of color vision, and visible on white and on black."""
+BLUE, GREY = "#2f7fc1", "#8b929c"
+"""Visible on white and on black."""
+
+STYLE = f"""
+.genrt {{ font: 13px/1.45 system-ui, sans-serif; }}
+.genrt .figures {{ display: flex; flex-wrap: wrap; gap: 6px 28px; margin: 2px 0 10px; }}
+.genrt .figures div {{ white-space: nowrap; }}
+.genrt b {{ font-weight: 600; font-size: 15px; }}
+.genrt .note {{ opacity: .65; }}
+.genrt table {{ border-collapse: collapse; margin: 0 0 12px; border: 0; font-size: 13px; }}
+.genrt tr, .genrt tr:hover, .genrt tr:nth-child(even) {{ background: none; }}
+.genrt th, .genrt td {{ border: 0; padding: 2px 10px 2px 0; text-align: left; vertical-align: top; }}
+.genrt th {{ font-weight: 400; opacity: .65; }}
+.genrt td.weight {{ text-align: right; font-variant-numeric: tabular-nums; }}
+.genrt td.text {{ font-family: ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap;
+  overflow-wrap: anywhere; }}
+.genrt .bar {{ width: 120px; height: 10px; margin-top: 5px; position: relative; }}
+.genrt .bar i {{ position: absolute; top: 4px; height: 2px; background: currentColor; }}
+.genrt .bar div {{ height: 10px; border-radius: 1px; background: {BLUE}; opacity: .75; }}
+.genrt caption {{ text-align: left; white-space: nowrap; }}
+.genrt .tree td.text {{ border-left: 1px solid {GREY}; padding-left: 4px; }}
+.genrt .tree .died, .genrt .tree .dropped {{ opacity: .65; }}
+.genrt summary {{ cursor: pointer; margin: 0 0 6px; }}
+"""
+"""The style of results in a page."""
 
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 MINUS = "\N{MINUS SIGN}"
@@ -32,30 +53,13 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def width(text: str) -> int:
-    """Return how many columns the text takes in a font of fixed width: two for a wide character, zero
-    for a mark."""
-    if text.isascii():
-        return len(text)
-    return sum(
-        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
-        for c in text
+def shorten(text: str, most: int) -> str:
+    """Return the text, or its beginning and end around an ellipsis, a quarter for the end: at most so
+    many characters."""
+    last = (most - 1) // 4
+    return (
+        text if len(text) <= most else text[: most - 1 - last] + ELLIPSIS + text[len(text) - last :]
     )
-
-
-def shorten(text: str, columns: int) -> str:
-    """Return the text, or its beginning and end around an ellipsis, a quarter for the end."""
-    if width(text) <= columns and len(text) <= 4 * columns:
-        return text
-    last = (columns - 1) // 4
-    end = _fitting(text[::-1], last)[::-1]
-    return _fitting(text, columns - 1 - last) + ELLIPSIS + end
-
-
-def _fitting(text: str, columns: int) -> str:
-    """Return the longest prefix of at most this many columns, and at most four characters for each."""
-    longest = text[: 4 * columns]
-    return longest[: bisect.bisect_right(list(accumulate(map(width, longest))), columns)]
 
 
 def label(value: Any) -> str:
@@ -88,26 +92,15 @@ def count_of(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def token_label(token_id: int, tokens: Mapping[int, bytes]) -> str:
-    """Return a token's text, its bytes if they are no text, its number without bytes."""
-    spelled = tokens.get(token_id, b"")
-    if not spelled:
-        return f"\N{MATHEMATICAL LEFT ANGLE BRACKET}{token_id}\N{MATHEMATICAL RIGHT ANGLE BRACKET}"
-    try:
-        text = printable(spelled.decode())
-        return text.replace(" ", "\N{OPEN BOX}") if text.isspace() else text
-    except UnicodeDecodeError:
-        return repr(spelled)[2:-1]
-
-
 def said(token_ids: Sequence[int], tokens: Mapping[int, bytes]) -> str:
     """Return the text of tokens, printable; unknown tokens as their numbers."""
     parts: list[str] = []
-    known = bytearray()
-    for token_id in token_ids:
-        if tokens.get(token_id):
-            known += tokens[token_id]
+    for is_known, group in groupby(token_ids, key=lambda each: bool(tokens.get(each))):
+        if is_known:
+            parts.append(decoded(b"".join(tokens[each] for each in group)))
         else:
-            parts += [decoded(bytes(known)), token_label(token_id, tokens)]
-            known.clear()
-    return printable("".join([*parts, decoded(bytes(known))]))
+            parts += [
+                f"\N{MATHEMATICAL LEFT ANGLE BRACKET}{each}\N{MATHEMATICAL RIGHT ANGLE BRACKET}"
+                for each in group
+            ]
+    return printable("".join(parts))

@@ -22,7 +22,6 @@ from genrt.inference.display.formatting import (
     label,
     printable,
     shorten,
-    width,
 )
 from genrt.lm import AsyncLM
 from tests import runs
@@ -44,7 +43,9 @@ def parsed(result: Result) -> ET.Element:
 
 
 def cells(root: ET.Element, name: str) -> list[str]:
-    return ["".join(cell.itertext()) for cell in root.iter("td") if cell.get("class") == name]
+    """The cells of the posterior."""
+    [table] = [each for each in root.iter("table") if each.get("class") == "posterior"]
+    return ["".join(cell.itertext()) for cell in table.iter("td") if cell.get("class") == name]
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +80,7 @@ def test_texts_are_escaped_and_no_control_character_is_left(real: Result) -> Non
     assert "<script" not in html
     for shown in (html, text, repr(real)):
         assert all(character.isprintable() or character == "\n" for character in shown)
-    assert "http://www.w3.org/2000/svg" in html
-    assert "http" not in html.replace("http://www.w3.org/2000/svg", "")
+    assert "http" not in html
 
 
 @pytest.mark.parametrize(
@@ -190,14 +190,10 @@ def test_chains_are_shown_with_how_well_they_mixed(lm: AsyncLM) -> None:
     assert "2 chains, ess=nan, r_hat=nan" in repr(unknown)
 
 
-def test_lines_are_abbreviated_to_a_width_that_counts_wide_characters_twice() -> None:
-    wide = "\N{CJK UNIFIED IDEOGRAPH-65E5}" * 30
-    assert width(wide) == 60
-    short = shorten(wide, 21)
-    assert width(short) <= 21
-    assert short.count("\N{HORIZONTAL ELLIPSIS}") == 1
+def test_lines_are_abbreviated_in_their_middle() -> None:
+    assert shorten("abcdefghij" * 3, 10) == "abcdefg\N{HORIZONTAL ELLIPSIS}ij"
     assert shorten("a" * 21, 21) == "a" * 21
-    assert len(shorten("a" + "\N{COMBINING TILDE}" * 5000, 10)) <= 80
+    assert len(shorten("a" * 22, 21)) == 21
 
 
 @pytest.mark.parametrize(
