@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import wait
@@ -45,6 +45,10 @@ AGENT_PORTS = "metrics_agent_port", "metrics_export_port", "dashboard_agent_list
 """Ports of Ray's dashboard agent, which a local Ray does without."""
 
 MOST_RESTARTS = 20
+
+THREADS = 16
+"""The threads of a replica. Two calls wait for answers; all others are short, or open the engine."""
+
 END_SECONDS, EXIT_SECONDS = 3.0, 10.0
 """How long actors may take to close their engines, and to give their memory back once killed."""
 
@@ -232,11 +236,13 @@ class ReplicaActor(Replica):
     """A replica that ends with the process that started it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        import ray
+
+        super().__init__(ray.get)
         warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writable")
         die_with(os.getppid())
 
-    async def process(self) -> tuple[str, int]:
+    def process(self) -> tuple[str, int]:
         """Return Ray's name of this host, and the number of this process."""
         return ray_host(), os.getpid()
 
@@ -257,7 +263,7 @@ class Actors:
 
     def __init__(
         self,
-        make: Callable[[], Awaitable[Any]],
+        make: Callable[[], Any],
         cluster: str,
         *,
         replicas: int,
@@ -271,7 +277,7 @@ class Actors:
             kind = ray.remote(ReplicaActor).options(
                 num_cpus=0,
                 num_gpus=share,
-                max_concurrency=10_000,
+                max_concurrency=THREADS,
                 max_restarts=MOST_RESTARTS,
                 scheduling_strategy="SPREAD",
                 **({"runtime_env": {"env_vars": dict(environment)}} if environment else {}),

@@ -1,37 +1,50 @@
-"""Messages between a runtime and its replicas, or the ranks of one, as bytes of pickle.
+"""Flushes to a replica or a rank, and the answers of a replica, as bytes of ``engines/remote/wire.py``.
+
+A flush to a replica also has populations. Everything that no bytes stand for travels beside them: native
+texts, completions and programs, pickled by Ray or by the pipe of a rank.
 
 Rules:
     Every question has a ticket, by which its answer is known.
-    Handles of populations travel as numbers, and each end has a table. Messages have to be read in the
+    Handles of populations travel as numbers, and each end has a table. Flushes have to be read in the
     order in which they were made.
-    Sequences that extend sequences of the other end travel as their last tokens: see ``FarSequences``.
+    Sequences that extend sequences of the other end travel as their last tokens.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from genrt.engines.protocol import EngineStatistics
+from genrt.engines.remote.wire import (
+    Packing,
+    Reader,
+    Unpacking,
+    framed,
+    packed_answers,
+    unframed,
+    unpacked_answers,
+)
+from genrt.errors import GenrtError
 from genrt.questions.completions import Told
 from genrt.questions.draws import PopulationDraw
+from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
+from genrt.questions.rows import LogprobsRequest
+from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle
+from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 
-Pickled: TypeAlias = "bytes | tuple[bytes, list[np.ndarray]]"
-"""Bytes, for which Ray has a short way, and the large buffers beside them."""
+Flush: TypeAlias = tuple[bytes, Sequence[Request]]
+"""The bytes of a flush, and the requests beside them."""
 
-LARGE = 2**16
-"""The bytes of a buffer that an object store takes as it is."""
+LARGE = 2**17
+"""The bytes of numbers that an object store takes as they are."""
 
 
 class HandleNumbers:
@@ -60,118 +73,155 @@ class HandleNumbers:
         self.gone.append(self._numbers.pop(handle))
 
 
-class FarSequences:
-    """The sequences that the other end of a connection holds: of populations that extended others, which
+class FarEnd:
+    """One receiver of flushes, and the sequences that it holds: of populations that extended others, which
     will probably happen again."""
 
     def __init__(self, numbers: HandleNumbers) -> None:
         self.numbers = numbers
         self.held: WeakSet[SequenceHandle] = WeakSet()
 
-    def sent(self, draw: PopulationDraw) -> Any:
-        """Return the sequences of a question as they travel: the last tokens of known ones, or a table
-        and its lengths."""
+    def flush(self, asked: Sequence[Request], **more: Any) -> Flush:
+        """Return requests as a flush with more fields."""
+        packing, arrays, others = Packing(), list[np.ndarray](), list[Request]()
+        for each in asked:
+            if isinstance(each, LogprobsRequest | ReadRequest | ScoreRequest):
+                packing.add(each)
+            elif isinstance(each, PopulationDraw):
+                packing.questions.append(self._population(each, packing, arrays))
+            else:
+                packing.questions.append(["other"])
+                others.append(each)
+        return packing.message(arrays, **more), others
+
+    def _population(
+        self, draw: PopulationDraw, packing: Packing, arrays: list[np.ndarray]
+    ) -> list[Any]:
+        """Return the fields of a population; add its arrays, for each of which a field has the type and
+        the shape."""
         contexts, origins, is_known = draw.contexts, draw.origins, False
+        handles, own = list[Any](), [draw.mask_table, draw.seeds, draw.block]
         if origins is not None:
             is_known = all(each in self.held for each in origins.handles)
             is_known &= np.array_equal(contexts.lengths, origins.lengths + 1)
             self.held.add(draw.handle)
+            handles = [self.number(each) for each in origins.handles]
+            own += [origins.numbers, origins.lengths]
         if is_known:
-            return contexts.last_tokens.astype(np.uint32)
-        return contexts.table[contexts.places, : int(contexts.lengths.max())], contexts.lengths
+            own.append(contexts.last_tokens.astype(np.uint32))
+        else:
+            own += [contexts.lengths, contexts.table[contexts.places, : contexts.lengths.max()]]
+        arrays += [each for each in own if each is not None]
+        forms = [None if each is None else (each.dtype.str, each.shape) for each in own]
+        bound = packing.bound(draw.adapter, draw.weights_version)
+        rest = draw.temperature, [*draw.laws], self.number(draw.handle), handles, is_known
+        return ["population", bound, *rest, forms]
+
+    def number(self, handle: SequenceHandle) -> tuple[int, int]:
+        """Return a handle as it travels."""
+        return self.numbers.of(handle), handle.count
 
 
-class _Pickler(pickle.Pickler):
-    def __init__(self, out: io.BytesIO, far: FarSequences | None, large: list[np.ndarray]) -> None:
-        def stays(buffer: pickle.PickleBuffer) -> bool:
-            if is_large := (memory := buffer.raw()).nbytes >= LARGE:
-                large.append(np.frombuffer(memory, np.uint8))
-            return not is_large
+class NearEnd:
+    """The receiver of flushes; ``handles`` has the populations of the other end by number."""
 
-        super().__init__(out, 5, buffer_callback=stays)
-        self._far = far
+    def __init__(self) -> None:
+        self.handles: dict[int, SequenceHandle] = {}
 
-    def persistent_id(self, each: Any) -> tuple[int, int] | None:
-        if self._far is None or not isinstance(each, SequenceHandle):
-            return None
-        return self._far.numbers.of(each), each.count
+    def requests(self, flush: Flush) -> tuple[dict[str, Any], list[Request]]:
+        """Return the fields and the requests of a flush."""
+        unpacking, others = Unpacking(flush[0]), iter(flush[1])
+        found: list[Request] = []
+        for each in unpacking.questions:
+            if each[0] == "other":
+                found.append(next(others))
+            elif each[0] == "population":
+                found.append(self._population(unpacking, *each[1:]))
+            else:
+                found.append(unpacking.question(each))
+        return unpacking.header, found
 
-    def reducer_override(self, each: Any) -> Any:
-        if isinstance(each, Tensor):
-            return _tensor, (each.cpu().numpy(),)
-        if self._far is None or not isinstance(each, PopulationDraw):
-            return NotImplemented
-        own = each.adapter, each.mask_table, each.temperature, each.seeds, each.origins
-        rest = each.weights_version, (), each.laws, each.block
-        return _population, (self._far.sent(each), each.handle, each.origins, (*own, *rest))
+    def handle(self, number: int, count: int) -> SequenceHandle:
+        """Return the handle of a number."""
+        if number not in self.handles:
+            self.handles[number] = SequenceHandle(count)
+        return self.handles[number]
 
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(
-        self, data: io.BytesIO, table: dict[int, SequenceHandle], large: list[np.ndarray]
-    ) -> None:
-        super().__init__(data, buffers=large)
-        self._table = table
-
-    def persistent_load(self, handle: Any) -> SequenceHandle:
-        number, count = handle
-        if number not in self._table:
-            self._table[number] = SequenceHandle(count)
-        return self._table[number]
-
-
-def pickled(value: object, far: FarSequences | None = None) -> Pickled:
-    """Return a value as bytes. With populations, ``far`` is about the other end."""
-    out, large = io.BytesIO(), list[np.ndarray]()
-    _Pickler(out, far, large).dump(value)
-    return (out.getvalue(), large) if large else out.getvalue()
-
-
-def unpickled(data: Pickled, table: dict[int, SequenceHandle] | None = None) -> Any:
-    """Return the value. ``table`` has the known handles of populations, and gets the new ones."""
-    data, large = (data, []) if isinstance(data, bytes) else data
-    return _Unpickler(io.BytesIO(data), {} if table is None else table, large).load()
-
-
-def _tensor(numbers: np.ndarray) -> Tensor:
-    """Return a copy: arrays of a channel are read-only, and keep its memory."""
-    return torch.from_numpy(numbers.copy())
-
-
-def _population(
-    sent: Any, handle: SequenceHandle, origins: Origins | None, own: tuple[Any, ...]
-) -> PopulationDraw:
-    if isinstance(sent, tuple):
-        rows, lengths = sent
-        contexts = Contexts(rows, np.arange(len(rows)), lengths)
-    else:
-        before = [cast("Contexts", each.contexts) for each in cast("Origins", origins).handles]
-        contexts = Contexts.grown(before, cast("Origins", origins).numbers, sent)
-    if origins is not None:  # a copy: the channel frees its memory as a whole
-        handle.contexts = contexts = contexts.kept()
-    draw = PopulationDraw(contexts, *own)
-    object.__setattr__(draw, "handle", handle)
-    return draw
-
-
-class Message(NamedTuple):
-    """What a replica gets: questions with their tickets, tickets of questions that are withdrawn, and the
-    numbers of collected populations."""
-
-    asked: Sequence[tuple[int, Request]] = ()
-    withdrawn: Sequence[int] = ()
-    forgotten: Sequence[int] = ()
+    def _population(
+        self,
+        unpacking: Unpacking,
+        bound: int,
+        temperature: float,
+        laws: Any,
+        own: tuple[int, int],
+        handles: Any,
+        is_known: bool,
+        forms: Any,
+    ) -> PopulationDraw:
+        masks, seeds, block, *rest = (
+            None if each is None else unpacking.reader.array(*each) for each in forms
+        )
+        handle, origins = self.handle(*own), None
+        if handles:
+            numbers, before, *rest = rest
+            origins = Origins(tuple(self.handle(*each) for each in handles), numbers, before)
+        if is_known:
+            held: Any = [each.contexts for each in origins.handles]  # type: ignore[union-attr]
+            contexts = Contexts.grown(held, origins.numbers, *rest)  # type: ignore[union-attr]
+        else:
+            lengths, table = rest
+            contexts = Contexts(table, np.arange(len(table)), lengths)
+        if origins is not None:
+            handle.contexts = contexts
+        adapter, weights = unpacking.bound[bound]
+        rules = tuple((float(heat), float(power)) for heat, power in laws)
+        more = temperature, seeds, origins, weights, (), rules, block
+        draw = PopulationDraw(contexts, adapter, masks, *more)
+        object.__setattr__(draw, "handle", handle)
+        return draw
 
 
 class Answers(NamedTuple):
-    """The answers since the last message.
+    """The answers of a replica since the last ones.
 
     Attributes:
-        ends: the tickets of ended questions, each with its result or its error.
+        data: the tickets of ended questions with their results and errors, and counters of the engine.
+        large: all numbers of rows, if they are many.
+        others: results that no bytes stand for.
         told: the tickets of streams, each with a part.
-        statistics: the counters of the engine.
     """
 
-    ends: list[tuple[int, Any]]
+    data: bytes
+    large: np.ndarray | None
+    others: list[Any]
     told: list[tuple[int, Told]]
-    statistics: EngineStatistics
+
+
+WIRED = Draw | BatchDraw | TopLogprobs | torch.Tensor | GenrtError
+"""The results that travel as bytes."""
+
+
+def answers_of(
+    ends: Sequence[tuple[int, Any]], told: list[tuple[int, Told]], counters: Sequence[float]
+) -> bytes | Answers:
+    """Return the results of tickets: as bytes, for which Ray has a short way, if there is nothing else."""
+    wired = [end for end in ends if isinstance(end[1], WIRED)]
+    others = [end for end in ends if not isinstance(end[1], WIRED)]
+    header, arrays = packed_answers([result for _, result in wired])
+    large = arrays.pop() if arrays[-1].nbytes >= LARGE else None
+    tickets = [ticket for ticket, _ in wired]
+    data = framed(header | {"tickets": tickets, "counters": [*counters]}, arrays)
+    return data if large is None and not others and not told else Answers(data, large, others, told)
+
+
+def ends_of(
+    message: bytes | Answers, version_of: Callable[[int], int]
+) -> tuple[list[tuple[int, Any]], list[tuple[int, Told]], list[float]]:
+    """Return the results by ticket, the parts of streams by ticket, and the counters. ``version_of``
+    returns the version of the weights of a ticket."""
+    answers = Answers(message, None, [], []) if isinstance(message, bytes) else message
+    header, rest = unframed(answers.data)
+    tickets = header["tickets"]
+    versions = [*map(version_of, tickets)]
+    results = unpacked_answers(header, Reader(rest), versions, answers.large)
+    return [*zip(tickets, results, strict=True), *answers.others], answers.told, header["counters"]

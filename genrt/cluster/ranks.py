@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from genrt.cluster.flushes import FarSequences, HandleNumbers, Pickled, pickled, unpickled
+from genrt.cluster.flushes import FarEnd, Flush, HandleNumbers, NearEnd
 from genrt.engines import open_engine
 from genrt.engines.folders import Folder
 from genrt.engines.protocol import EngineStatistics, Finished
@@ -119,7 +119,7 @@ class Ranks:
     """The processes of all ranks but the first; ``count`` is of all."""
 
     def __init__(self, count: int) -> None:
-        self.far = FarSequences(HandleNumbers())
+        self.far = FarEnd(HandleNumbers())
         self._is_closed = False
         self._folder = Folder("ranks")
         # vLLM names shared memory after the file.
@@ -157,10 +157,9 @@ class Ranks:
         """Send all a message. Raises EngineDied if one is gone."""
         if gone := self.far.numbers.taken():
             self.tell("forget", gone)
-        message = pickled((name, *arguments), self.far)
         try:
             for link, _ in self._links:
-                link.send(message)
+                link.send((name, *arguments))
         except OSError as error:
             raise EngineDied(f"a rank is gone: {error}") from error
 
@@ -268,11 +267,11 @@ class RankedEngine:
         return is_taken
 
     def settle(self, population: PopulationDraw) -> None:
-        self._ranks.tell("settle", population)
+        self._ranks.tell("settle", self._ranks.far.flush([population]))
         self._engine.settle(population)
 
     def release(self, asked: Sequence[SequenceHandle]) -> None:
-        self._ranks.tell("release", asked)
+        self._ranks.tell("release", [self._ranks.far.number(each) for each in asked])
         self._engine.release(asked)
 
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
@@ -299,10 +298,10 @@ class RankedEngine:
             leave_ranks()
             self._ranks.close()
 
-    def _numbered(self, requests: Sequence[Request]) -> dict[Request, int]:
+    def _numbered(self, requests: Sequence[Request]) -> Flush:
         asked = dict(zip(requests, self._numbers, strict=False))
         self._tickets |= asked
-        return asked
+        return self._ranks.far.flush(requests, tickets=[*asked.values()])
 
 
 class _RankedPrefixes:
@@ -352,20 +351,21 @@ class Follower:
     def __init__(self, engine: Any, answer: Callable[[bool, str], object]) -> None:
         self._engine, self._answer = engine, answer
         self._tickets: dict[Request, int] = {}
-        self.handles: dict[int, SequenceHandle] = {}
+        self.near = NearEnd()
 
-    def take(self, message: Pickled) -> bool:
+    def take(self, message: tuple[Any, ...]) -> bool:
         """Repeat a call; return whether it was not the last one. Raises RuntimeError if the ranks have
         parted."""
-        name, *arguments = unpickled(message, self.handles)
+        name, *arguments = message
         if name == "close":
             return False
         getattr(self, f"_take_{name}")(*arguments)
         return True
 
-    def _take_submit(self, asked: dict[Request, int]) -> None:
-        self._tickets |= asked
-        self._engine.submit([*asked])
+    def _take_submit(self, flush: Flush) -> None:
+        fields, requests = self.near.requests(flush)
+        self._tickets |= zip(requests, fields["tickets"], strict=True)
+        self._engine.submit(requests)
 
     def _take_step(self, progress: tuple[int, ...]) -> None:
         own = progress_of(self._engine.statistics())
@@ -380,23 +380,24 @@ class Follower:
             del self._tickets[each]
         self._engine.cancel(gone)
 
-    def _take_continue_population(self, asked: dict[Request, int]) -> None:
-        if self._engine.continue_population(*asked):
-            self._tickets |= asked
+    def _take_continue_population(self, flush: Flush) -> None:
+        fields, [population] = self.near.requests(flush)
+        if self._engine.continue_population(population):
+            self._tickets[population] = fields["tickets"][0]
 
     def _take_speculate(self, request_ids: list[str]) -> None:
         tokens = torch.empty(len(request_ids), dtype=torch.float64, device=self._engine.device)
         self._engine.speculate(request_ids, tokens, share=broadcast_from_rank0)
 
-    def _take_settle(self, population: PopulationDraw) -> None:
-        self._engine.settle(population)
+    def _take_settle(self, flush: Flush) -> None:
+        self._engine.settle(*self.near.requests(flush)[1])
 
-    def _take_release(self, asked: list[SequenceHandle]) -> None:
-        self._engine.release(asked)
+    def _take_release(self, numbers: Sequence[tuple[int, int]]) -> None:
+        self._engine.release([self.near.handle(*each) for each in numbers])
 
-    def _take_forget(self, numbers: list[int]) -> None:
+    def _take_forget(self, numbers: Sequence[int]) -> None:
         for each in numbers:
-            self.handles.pop(each, None)
+            self.near.handles.pop(each, None)
 
     def _take_do(self, name: str, *arguments: Any) -> None:
         try:

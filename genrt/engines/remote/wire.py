@@ -289,12 +289,16 @@ def packed_answers(results: Sequence[Any]) -> tuple[dict[str, Any], list[np.ndar
 
 
 def unpacked_answers(
-    header: dict[str, Any], reader: Reader, versions: Sequence[int]
+    header: dict[str, Any],
+    reader: Reader,
+    versions: Sequence[int],
+    large: np.ndarray | None = None,
 ) -> Iterator[Any]:
-    """Yield results, errors among them. Draws get these versions of the weights. Results of tensors share
-    their memory."""
-    kinds = header["results"]
-    draws, *columns = map(reader.take, (F8, *COLUMNS.values()), header["sizes"])
+    """Yield results, errors among them. Draws get these versions of the weights. Rows share their memory.
+    ``large`` is the last array, if it is not among the bytes."""
+    kinds, counts = header["results"], header["sizes"]
+    draws, *columns = map(reader.take, (F8, *COLUMNS.values()), counts[:-1])
+    columns.append(reader.take(F4, counts[-1]) if large is None else large)
     each_draw = iter(draws.reshape(-1, 3).tolist())
     sizes: dict[str, list[int]] = {str(each): [] for each in COLUMNS}
     for kind in kinds:
@@ -312,10 +316,10 @@ def unpacked_answers(
             yield error_of(*kind[1:])
         elif kind[0] in sizes:
             yield next(parts[kind[0]]).view(kind[1:])
-        elif kind[0] == "BatchDraw":
-            yield BatchDraw.of([next(parts[name]) for name in TUPLES["BatchDraw"]], version)
         else:
-            yield TopLogprobs(*[next(parts[name]) for name in TUPLES["TopLogprobs"]])
+            tensors = [next(parts[name]).clone() for name in TUPLES[kind[0]]]
+            is_batch = kind[0] == "BatchDraw"
+            yield BatchDraw.of(tensors, version) if is_batch else TopLogprobs(*tensors)
 
 
 def _numbers_of(kind: Any) -> Sequence[str]:
@@ -404,6 +408,10 @@ class Reader:
         found = np.frombuffer(self._data, kind, count, self._at) if count else np.empty(0, kind)
         self._at += size
         return found
+
+    def array(self, kind: str, shape: Sequence[int]) -> np.ndarray:
+        """Return a copy of the next array."""
+        return self.take(np.dtype(kind), prod(shape)).reshape(shape).copy()
 
     def end(self) -> None:
         """Raise InvalidRequest unless all bytes are read."""
