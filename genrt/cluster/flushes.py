@@ -100,7 +100,7 @@ class FarEnd:
         """Return the fields of a population; add its arrays, for each of which a field has the type and
         the shape."""
         contexts, origins, is_known = draw.contexts, draw.origins, False
-        handles, own = list[Any](), [draw.mask_table, draw.seeds, draw.block]
+        handles, own = None, [draw.mask_table, draw.seeds, draw.block]
         if origins is not None:
             is_known = all(each in self.held for each in origins.handles)
             is_known &= np.array_equal(contexts.lengths, origins.lengths + 1)
@@ -162,7 +162,7 @@ class NearEnd:
             None if each is None else unpacking.reader.array(*each) for each in forms
         )
         handle, origins = self.handle(*own), None
-        if handles:
+        if handles is not None:
             numbers, before, *rest = rest
             origins = Origins(tuple(self.handle(*each) for each in handles), numbers, before)
         if is_known:

@@ -12,7 +12,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
@@ -23,7 +23,7 @@ import torch
 from genrt.cluster.flushes import Answers, Flush, NearEnd, answers_of
 from genrt.cluster.programs import ProgramRequest, packed_run, program_loop
 from genrt.engines.folders import Folder
-from genrt.engines.protocol import check_supported, survived
+from genrt.engines.protocol import EngineStatistics, check_supported, survived
 from genrt.engines.remote.wire import packed_tokenizer
 from genrt.engines.weights import set_version, weights_of
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
@@ -38,6 +38,9 @@ from genrt.runtime.streams import NativeFlow
 
 StoredTensors = Sequence[tuple[str, str, np.ndarray]]
 """Tensors for an object store: the name, torch's name of the type, and the numbers, maybe as bytes."""
+
+
+COUNTERS = attrgetter(*(each.name for each in fields(EngineStatistics)))
 
 
 class Facts(NamedTuple):
@@ -156,7 +159,7 @@ class Replica:
             self.do("statistics")
             with self._lock:
                 found = self._answers()
-        return answers_of(*found, astuple(self._lm._thread.statistics()))
+        return answers_of(*found, COUNTERS(self._lm._thread.statistics()))
 
     def _has_news(self) -> bool:
         return bool(self._ends or self._told or self._failed)
@@ -167,14 +170,14 @@ class Replica:
         ends, self._ends, told, self._told = self._ends, [], self._told, []
         return ends, told
 
-    def _take(self, fields: Mapping[str, Any], requests: Sequence[Request]) -> None:
+    def _take(self, header: Mapping[str, Any], requests: Sequence[Request]) -> None:
         thread, handles = self._lm._thread, self._near.handles
-        if gone := [handles.pop(n) for n in fields["forgotten"] if n in handles]:
+        if gone := [handles.pop(n) for n in header["forgotten"] if n in handles]:
             thread.give_back(gone)
         with thread.batcher.lock:  # the engine gets them together
-            for ticket, request in zip(fields["tickets"], requests, strict=True):
+            for ticket, request in zip(header["tickets"], requests, strict=True):
                 self._ask(ticket, request)
-        self._cancel(fields["withdrawn"])
+        self._cancel(header["withdrawn"])
 
     def _cancel(self, tickets: Sequence[int]) -> None:
         for ticket in tickets:
@@ -191,7 +194,7 @@ class Replica:
             self._begin(ticket, "programs", packed_run(request, lm._of_seed(request.seed)))
             return
         if getattr(request, "streamed", False):
-            self._begin(ticket, "streams", self._streamed(ticket, request))
+            self._begin(ticket, "streams", _streamed(lm, request, partial(self._tell, ticket)))
             return
         if isinstance(request, LogprobsRequest) and lm.device.type != "cpu":
             request = ReadRequest(request, HostRow())
@@ -213,18 +216,10 @@ class Replica:
         self._withdraw[ticket] = future.cancel
         future.add_done_callback(partial(self._done, ticket))
 
-    async def _streamed(self, ticket: int, request: Any) -> list[Any]:
-        asker, is_native = self._lm._asker, isinstance(request, NativeRequest)
-        if is_native:
-            stream = asker.native(request, NativeFlow())
-        else:
-            check_supported(self._lm._thread.engine, request.decoding)
-            stream = asker.stream(request)
-        async for part in stream:
-            with self._lock:
-                self._told.append((ticket, part))
-                self._news.notify()
-        return [() if is_native else stream.completion]
+    def _tell(self, ticket: int, part: Told) -> None:
+        with self._lock:
+            self._told.append((ticket, part))
+            self._news.notify()
 
     def _done(self, ticket: int, future: Future[Sequence[Any]]) -> None:
         error = None if future.cancelled() else future.exception()
@@ -298,6 +293,20 @@ class Replica:
         if self._lm is None:
             raise EngineDied("it was started again")
         return self._lm._thread.call(call).result()
+
+
+async def _streamed(lm: Any, request: Any, tell: Callable[[Told], object]) -> list[Any]:
+    """Tell the parts of a text; return the rest as ``Waiter`` results. No method: Ray gives no threads to
+    the calls of a class with a coroutine."""
+    is_native = isinstance(request, NativeRequest)
+    if is_native:
+        stream = lm._asker.native(request, NativeFlow())
+    else:
+        check_supported(lm._thread.engine, request.decoding)
+        stream = lm._asker.stream(request)
+    async for part in stream:
+        tell(part)
+    return [() if is_native else stream.completion]
 
 
 def stored(name: str, tensor: torch.Tensor) -> tuple[str, str, np.ndarray]:

@@ -54,14 +54,13 @@ T = TypeVar("T")
 
 U4, I4, I8, F4, F8 = (np.dtype(each) for each in ("<u4", "<i4", "<i8", "<f4", "<f8"))
 
-COLUMNS = {torch.int64: I8, torch.int32: I4, torch.float32: F4}
+COLUMNS = {"float64": F8, "int64": I8, "int32": I4, "float32": F4}
 """The types of numbers in answers, in order."""
 
-TUPLES = {
-    "TopLogprobs": ("torch.int64", "torch.float32"),
-    "BatchDraw": ("torch.int64", "torch.float32", "torch.float32"),
-}
-"""The answers of several tensors, with the type of each."""
+NAMES = {getattr(torch, name): name for name in COLUMNS}
+
+TUPLES = {"TopLogprobs": 2, "BatchDraw": 3}
+"""The answers of several tensors: token ids, int64, before others, float32."""
 
 
 class Packing:
@@ -266,25 +265,26 @@ def answers_of(results: Sequence[Any]) -> bytes:
 def packed_answers(results: Sequence[Any]) -> tuple[dict[str, Any], list[np.ndarray]]:
     """Return the header of results and errors, and their numbers by type: the last array has those of all
     rows."""
-    columns: dict[torch.dtype, list[Tensor]] = {each: [] for each in COLUMNS}
-    draws, kinds = list[Draw](), list[Any]()
+    kinds, draws = list[Any](), list[Draw]()
+    columns: dict[torch.dtype, list[Tensor]] = {getattr(torch, name): [] for name in COLUMNS}
     for result in results:
-        if isinstance(result, GenrtError):
-            kinds.append(["error", type(result).__name__, str(result)])
-        elif isinstance(result, Draw):
-            draws.append(result)
+        if isinstance(result, Draw):
             kinds.append("draw")
+            draws.append(result)
         elif isinstance(result, Tensor):
-            columns[result.dtype].append(result.reshape(-1))
-            kinds.append([str(result.dtype), *result.shape])
+            kinds.append([NAMES[result.dtype], *result.shape])
+            columns[result.dtype].append(result if result.ndim == 1 else result.reshape(-1))
+        elif isinstance(result, GenrtError):
+            kinds.append(["error", type(result).__name__, str(result)])
         else:
             kinds.append([type(result).__name__, len(result[0])])
             for part in result:
                 columns[part.dtype].append(part)
-    arrays = [np.array(draws, F8)]
-    for kind, parts in zip(COLUMNS.values(), columns.values(), strict=True):
-        whole = torch.cat(parts).numpy() if parts else np.empty(0, kind)
-        arrays.append(whole.astype(kind, copy=False))
+    columns[torch.float64].append(torch.tensor(draws, dtype=torch.float64).reshape(-1))
+    arrays = [
+        (torch.cat(parts).cpu().numpy() if parts else np.empty(0)).astype(kind, copy=False)
+        for kind, parts in zip(COLUMNS.values(), columns.values(), strict=True)
+    ]
     return {"results": kinds, "sizes": [each.size for each in arrays]}, arrays
 
 
@@ -296,37 +296,31 @@ def unpacked_answers(
 ) -> Iterator[Any]:
     """Yield results, errors among them. Draws get these versions of the weights. Rows share their memory.
     ``large`` is the last array, if it is not among the bytes."""
-    kinds, counts = header["results"], header["sizes"]
-    draws, *columns = map(reader.take, (F8, *COLUMNS.values()), counts[:-1])
-    columns.append(reader.take(F4, counts[-1]) if large is None else large)
-    each_draw = iter(draws.reshape(-1, 3).tolist())
-    sizes: dict[str, list[int]] = {str(each): [] for each in COLUMNS}
-    for kind in kinds:
-        for name in _numbers_of(kind):
-            sizes[name].append(prod(kind[1:]))
-    parts = {
-        name: iter(torch.split(_to_tensor(column), sizes[name]))
-        for name, column in zip(sizes, columns, strict=True)
-    }
-    for kind, version in zip(kinds, versions, strict=True):
+    sizes = header["sizes"]
+    arrays = [*map(reader.take, COLUMNS.values(), sizes[:-1])]
+    arrays.append(reader.take(F4, sizes[-1]) if large is None else large)
+    own = [each.astype(each.dtype.newbyteorder("=")) for each in arrays]  # copies
+    columns, at = dict(zip(COLUMNS, own, strict=True)), dict.fromkeys(COLUMNS, 0)
+
+    def taken(name: str, count: int) -> np.ndarray:
+        start = at[name]
+        at[name] = start + count
+        return columns[name][start : start + count]
+
+    for kind, version in zip(header["results"], versions, strict=True):
         if kind == "draw":
-            token_id, *numbers = next(each_draw)
+            token_id, *numbers = taken("float64", 3).tolist()
             yield Draw.of((int(token_id), *numbers), version)
-        elif kind[0] == "error":
+        elif (name := kind[0]) == "error":
             yield error_of(*kind[1:])
-        elif kind[0] in sizes:
-            yield next(parts[kind[0]]).view(kind[1:])
+        elif name in columns:
+            yield torch.from_numpy(taken(name, prod(kind[1:])).reshape(kind[1:]))
         else:
-            tensors = [next(parts[name]).clone() for name in TUPLES[kind[0]]]
-            is_batch = kind[0] == "BatchDraw"
-            yield BatchDraw.of(tensors, version) if is_batch else TopLogprobs(*tensors)
-
-
-def _numbers_of(kind: Any) -> Sequence[str]:
-    """Return the type of each tensor of a result."""
-    if kind == "draw" or kind[0] == "error":
-        return ()
-    return TUPLES.get(kind[0], kind[:1])
+            types = ("int64", "float32", "float32")[: TUPLES[name]]
+            tensors = [torch.from_numpy(taken(each, kind[1]).copy()) for each in types]
+            yield BatchDraw.of(tensors, version) if len(types) == 3 else TopLogprobs(*tensors)
+    if any(at[name] != array.size for name, array in columns.items()):
+        raise InvalidRequest("its arrays are longer than its results")
 
 
 def answers_to(data: bytes, asked: Sequence[Question], vocab_size: int) -> list[Any]:
