@@ -29,10 +29,10 @@ from typing import Any, cast
 import torch
 
 from genrt.cluster.actors import Gone
-from genrt.cluster.flushes import Answers, FarEnd, HandleNumbers, ends_of
 from genrt.cluster.replica import Facts, Settings, stored
 from genrt.cluster.routing import Router
 from genrt.engines.protocol import EngineStatistics, Finished, ReplicaStatistics
+from genrt.engines.remote.flushes import Answers, FarEnd, HandleNumbers, ends_of
 from genrt.engines.remote.wire import KINDS, unpacked_tokenizer
 from genrt.engines.weights import SLEEPING_PARTS, Layout, NamedTensors, SleepingPart
 from genrt.errors import (
@@ -286,11 +286,12 @@ class ReplicaEngine:
         """Send a message. An open replica always has one, with which it returns its answers."""
         gone, replica.gone = replica.gone, []
         tickets, requests = zip(*asked, strict=True) if asked else ((), ())
-        flush = replica.far.flush(requests, tickets=tickets, withdrawn=withdrawn, forgotten=gone)
-        number, seconds = replica.sent, self._stall_seconds / 4
+        more: dict[str, Any] = {"tickets": tickets, "withdrawn": withdrawn, "forgotten": gone}
+        more |= {"number": replica.sent, "seconds": self._stall_seconds / 4}
+        data, others = replica.far.flush(requests, **more)
         replica.calls += 1
         replica.sent += 1
-        self._call(replica, "exchange", number, flush, seconds, then=self._answered)
+        self._call(replica, "exchange", data, *others, then=self._answered)
 
     def _answered(self, replica: _ReplicaRecord, message: bytes | Answers | None) -> None:
         replica.calls -= 1

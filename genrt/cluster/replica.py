@@ -20,11 +20,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from genrt.cluster.flushes import Answers, Flush, NearEnd, answers_of
-from genrt.cluster.programs import ProgramRequest, packed_run, program_loop
 from genrt.engines.folders import Folder
 from genrt.engines.protocol import EngineStatistics, check_supported, survived
-from genrt.engines.remote.wire import packed_tokenizer
+from genrt.engines.remote.flushes import Answers, NearEnd, answers_of
+from genrt.engines.remote.wire import Unpacking, packed_tokenizer
 from genrt.engines.weights import set_version, weights_of
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
 from genrt.questions.arguments import Adapter
@@ -34,6 +33,7 @@ from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Waiter
+from genrt.runtime.programs import ProgramRequest, packed_run, program_loop
 from genrt.runtime.streams import NativeFlow
 
 StoredTensors = Sequence[tuple[str, str, np.ndarray]]
@@ -129,22 +129,24 @@ class Replica:
             raise EngineDied(f"its weights could not be replaced: {error}") from error
         self._version = version
 
-    def exchange(self, number: int, flush: Flush, seconds: float) -> bytes | Answers | None:
+    def exchange(self, data: bytes, *others: Request) -> bytes | Answers | None:
         """Take a flush, by its number, from 0; wait for answers to any questions, and return all that
-        there are. After so many seconds there are none, once the engine's thread takes a call. ``None``
-        if two calls wait.
+        there are. After its seconds there are none, once the engine's thread takes a call. ``None`` if
+        two calls wait.
 
         Raises:
             EngineDied: something failed. Before ``prepare``: a call for an earlier life would take the
                 answers of this one.
         """
+        if self._lm is None:
+            raise EngineDied("it was started again")
+        flush = Unpacking(data)
+        number, seconds = flush.header["number"], flush.header["seconds"]
         with self._lock:
-            if self._lm is None:
-                raise EngineDied("it was started again")
             if not self._turns.wait_for(lambda: self._failed or self._taken == number, seconds):
                 raise EngineDied("an earlier flush has not come")
             try:
-                self._take(*self._near.requests(flush))
+                self._take(flush.header, self._near.requests(flush, others))
             except Exception as error:
                 self._fail(error)
             self._taken += 1
@@ -171,8 +173,8 @@ class Replica:
         return ends, told
 
     def _take(self, header: Mapping[str, Any], requests: Sequence[Request]) -> None:
-        thread, handles = self._lm._thread, self._near.handles
-        if gone := [handles.pop(n) for n in header["forgotten"] if n in handles]:
+        thread = self._lm._thread
+        if gone := self._near.forget(header["forgotten"]):
             thread.give_back(gone)
         with thread.batcher.lock:  # the engine gets them together
             for ticket, request in zip(header["tickets"], requests, strict=True):

@@ -15,11 +15,11 @@ import torch
 
 from genrt.cluster.actors import Gone
 from genrt.cluster.engine import MOST_ASKED, ReplicaEngine
-from genrt.cluster.flushes import NearEnd, answers_of
 from genrt.cluster.replica import Facts, Settings
 from genrt.engines.adapters import CONFIG_NAME
 from genrt.engines.protocol import EngineStatistics
-from genrt.engines.remote.wire import packed_tokenizer
+from genrt.engines.remote.flushes import NearEnd, answers_of
+from genrt.engines.remote.wire import Unpacking, packed_tokenizer
 from genrt.engines.weights import SLEEPING_PARTS, SleepingPart
 from genrt.errors import EngineDied, EngineFailed, InvalidAdapter, InvalidRequest
 from genrt.questions.arguments import Adapter
@@ -88,8 +88,10 @@ class ScriptedReplicas:
         life = self.lives[number]
         message: Any = None
         if name == "exchange":
-            fields, requests = NearEnd().requests(arguments[1])
-            message = fields | {"asked": [*zip(fields["tickets"], requests, strict=True)]}
+            flush = Unpacking(arguments[0])
+            requests = NearEnd().requests(flush, arguments[1:])
+            asked = [*zip(flush.header["tickets"], requests, strict=True)]
+            message = flush.header | {"asked": asked}
         is_news = message is None or bool(message["asked"] or message["withdrawn"])
         is_news &= name != "do"
         if is_news and self.random.random() < self.dies:
@@ -102,7 +104,7 @@ class ScriptedReplicas:
             if len(life.listeners) == 2:
                 found.set_result(None)
             else:
-                life.listeners.append((found, self.now + arguments[2]))
+                life.listeners.append((found, self.now + message["seconds"]))
         elif name == "prepare" and not (self.opens and self.random.random() < 0.5):
             life.opening, life.settings_to_come = found, arguments[0]
             life.opens_at = self.now + 0.5 * self.random.random()

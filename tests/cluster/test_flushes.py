@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from genrt.cluster.flushes import (
+from genrt.engines.remote.flushes import (
     LARGE,
     Answers,
     FarEnd,
@@ -24,6 +24,7 @@ from genrt.cluster.flushes import (
     answers_of,
     ends_of,
 )
+from genrt.engines.remote.wire import Unpacking
 from genrt.errors import InvalidRequest
 from genrt.questions import sequences
 from genrt.questions.arguments import Adapter
@@ -95,9 +96,10 @@ RESULTS: list[Any] = [
 def test_requests_come_out_equal_and_in_order_whatever_their_kind() -> None:
     """Texts travel beside the bytes."""
     data, others = FarEnd(HandleNumbers()).flush(REQUESTS, tickets=[3])
-    header, found = NearEnd().requests((data, pickle.loads(pickle.dumps(others))))  # noqa: S301
+    flush = Unpacking(data)
+    found = NearEnd().requests(flush, pickle.loads(pickle.dumps(others)))  # noqa: S301
     assert found == REQUESTS
-    assert header["tickets"] == [3]
+    assert flush.header["tickets"] == [3]
     assert {each.weights_version for each in found} == {5}
     assert {type(each) for each in others} == {SampleRequest, CompletionRequest}
 
@@ -150,9 +152,9 @@ class Hop:
     def carry(self, draw: PopulationDraw) -> PopulationDraw:
         """Return a question as it comes out at the other end."""
         self.forget()
-        flush = self.far.flush([draw])
-        self.sent = len(flush[0])
-        _, [found] = self.near.requests(flush)
+        data, _ = self.far.flush([draw])
+        self.sent = len(data)
+        [found] = self.near.requests(Unpacking(data), ())
         assert isinstance(found, PopulationDraw)
         return found
 

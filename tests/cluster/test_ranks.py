@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from genrt import loading
-from genrt.cluster.flushes import FarEnd, HandleNumbers
 from genrt.cluster.ranks import (
     Follower,
     RankedEngine,
@@ -28,6 +27,7 @@ from genrt.cluster.ranks import (
 )
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.protocol import EngineStatistics, Finished
+from genrt.engines.remote.flushes import FarEnd, HandleNumbers
 from genrt.engines.vllm.rank import broadcast_from_rank0
 from genrt.engines.weights import TensorsIn
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError, InvalidAdapter, InvalidRequest

@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 
 import genrt
 from genrt.cluster import engine as engine_module
-from genrt.cluster.flushes import FarEnd, HandleNumbers, ends_of
 from genrt.cluster.replica import Replica, Settings
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import ExactEngine, NGram
+from genrt.engines.remote.flushes import FarEnd, HandleNumbers, ends_of
 from genrt.errors import (
     EngineDied,
     EngineFailed,
@@ -305,7 +305,7 @@ async def test_a_call_of_an_earlier_life_takes_no_answers_of_the_next() -> None:
     """A replica dies between two calls, and the second one reaches its next life."""
     with genrt.load(MODEL, engine="exact", replicas=2) as lm:
         replicas_of(lm).die(0)
-        late = asyncio.wrap_future(replicas_of(lm).call(0, "exchange", 0, (b"", ()), 1.0))
+        late = asyncio.wrap_future(replicas_of(lm).call(0, "exchange", b""))
         with pytest.raises(genrt.EngineDied, match="started again"):
             await asyncio.wait_for(late, 60)
         await asyncio.to_thread(until, lm, "healthy", 1)
@@ -320,8 +320,9 @@ async def test_two_calls_wait_for_answers_and_the_first_gets_them() -> None:
 
     def exchange(number: int, *asked: LogprobsRequest) -> asyncio.Task[Any]:
         tickets = [7 for _ in asked]
-        flush = far.flush(asked, tickets=tickets, withdrawn=[], forgotten=[])
-        return asyncio.create_task(asyncio.to_thread(replica.exchange, number, flush, 30.0))
+        more: Any = {"number": number, "seconds": 30.0, "withdrawn": [], "forgotten": []}
+        data, _ = far.flush(asked, tickets=tickets, **more)
+        return asyncio.create_task(asyncio.to_thread(replica.exchange, data))
 
     last = exchange(2, LogprobsRequest([1]))  # which waits for its turn
     first, second = exchange(0), exchange(1)

@@ -1,7 +1,8 @@
-"""Flushes to a replica or a rank, and the answers of a replica, as bytes of ``engines/remote/wire.py``.
+"""Flushes between processes of one runtime, to replicas and ranks, and the answers of replicas.
 
-A flush to a replica also has populations. Everything that no bytes stand for travels beside them: native
-texts, completions and programs, pickled by Ray or by the pipe of a rank.
+Both are bytes of ``wire.py``. Their flushes have populations too. Texts and programs travel beside the
+bytes, as Python objects that Ray, or the pipe of a rank, pickles: programs are code of users, and native
+texts have parameters of vLLM's own.
 
 Rules:
     Every question has a ticket, by which its answer is known.
@@ -74,8 +75,8 @@ class HandleNumbers:
 
 
 class FarEnd:
-    """One receiver of flushes, and the sequences that it holds: of populations that extended others, which
-    will probably happen again."""
+    """One receiver of flushes, and the sequences that it holds: of populations that extended others,
+    which will probably happen again."""
 
     def __init__(self, numbers: HandleNumbers) -> None:
         self.numbers = numbers
@@ -128,18 +129,21 @@ class NearEnd:
     def __init__(self) -> None:
         self.handles: dict[int, SequenceHandle] = {}
 
-    def requests(self, flush: Flush) -> tuple[dict[str, Any], list[Request]]:
-        """Return the fields and the requests of a flush."""
-        unpacking, others = Unpacking(flush[0]), iter(flush[1])
-        found: list[Request] = []
-        for each in unpacking.questions:
+    def requests(self, flush: Unpacking, others: Sequence[Request]) -> list[Request]:
+        """Return the requests of a flush, from its bytes and beside them."""
+        found, beside = list[Request](), iter(others)
+        for each in flush.questions:
             if each[0] == "other":
-                found.append(next(others))
+                found.append(next(beside))
             elif each[0] == "population":
-                found.append(self._population(unpacking, *each[1:]))
+                found.append(self._population(flush, *each[1:]))
             else:
-                found.append(unpacking.question(each))
-        return unpacking.header, found
+                found.append(flush.question(each))
+        return found
+
+    def forget(self, numbers: Sequence[int]) -> list[SequenceHandle]:
+        """Forget these handles; return the known ones."""
+        return [self.handles.pop(each) for each in numbers if each in self.handles]
 
     def handle(self, number: int, count: int) -> SequenceHandle:
         """Return the handle of a number."""
@@ -149,7 +153,7 @@ class NearEnd:
 
     def _population(
         self,
-        unpacking: Unpacking,
+        flush: Unpacking,
         bound: int,
         temperature: float,
         laws: Any,
@@ -158,22 +162,21 @@ class NearEnd:
         is_known: bool,
         forms: Any,
     ) -> PopulationDraw:
-        masks, seeds, block, *rest = (
-            None if each is None else unpacking.reader.array(*each) for each in forms
-        )
+        arrays: list[Any] = [each and flush.reader.array(*each) for each in forms]
+        masks, seeds, block, *rest = arrays
         handle, origins = self.handle(*own), None
         if handles is not None:
             numbers, before, *rest = rest
             origins = Origins(tuple(self.handle(*each) for each in handles), numbers, before)
         if is_known:
             held: Any = [each.contexts for each in origins.handles]  # type: ignore[union-attr]
-            contexts = Contexts.grown(held, origins.numbers, *rest)  # type: ignore[union-attr]
+            contexts = Contexts.grown(held, numbers, *rest)
         else:
             lengths, table = rest
             contexts = Contexts(table, np.arange(len(table)), lengths)
         if origins is not None:
             handle.contexts = contexts
-        adapter, weights = unpacking.bound[bound]
+        adapter, weights = flush.bound[bound]
         rules = tuple((float(heat), float(power)) for heat, power in laws)
         more = temperature, seeds, origins, weights, (), rules, block
         draw = PopulationDraw(contexts, adapter, masks, *more)
@@ -204,7 +207,7 @@ WIRED = Draw | BatchDraw | TopLogprobs | torch.Tensor | GenrtError
 def answers_of(
     ends: Sequence[tuple[int, Any]], told: list[tuple[int, Told]], counters: Sequence[float]
 ) -> bytes | Answers:
-    """Return the results of tickets: as bytes, for which Ray has a short way, if there is nothing else."""
+    """Return the results of tickets: as bytes, which Ray sends fastest, if there is nothing else."""
     wired = [end for end in ends if isinstance(end[1], WIRED)]
     others = [end for end in ends if not isinstance(end[1], WIRED)]
     header, arrays = packed_answers([result for _, result in wired])
@@ -216,7 +219,7 @@ def answers_of(
 
 def ends_of(
     message: bytes | Answers, version_of: Callable[[int], int]
-) -> tuple[list[tuple[int, Any]], list[tuple[int, Told]], list[float]]:
+) -> tuple[list[tuple[int, Any]], list[tuple[int, Told]], list[Any]]:
     """Return the results by ticket, the parts of streams by ticket, and the counters. ``version_of``
     returns the version of the weights of a ticket."""
     answers = Answers(message, None, [], []) if isinstance(message, bytes) else message
