@@ -39,6 +39,8 @@ MOST_BATCHES = 2**14
 
 def work_of(request: Request) -> float:
     """Return roughly the work of a question, in tokens that are drawn one after another."""
+    if isinstance(request, LogprobsRequest | ReadRequest):
+        return 1.0
     if isinstance(request, PopulationDraw):
         return float(len(request))
     if isinstance(request, SampleRequest):

@@ -44,6 +44,10 @@ from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
 Flush: TypeAlias = tuple[bytes, Sequence[Request]]
 """The bytes of a flush, and the requests beside them."""
 
+ASKED = LogprobsRequest, ReadRequest, ScoreRequest
+WIRED = torch.Tensor, Draw, BatchDraw, TopLogprobs, GenrtError
+"""The requests, beside populations, and the results that travel as bytes."""
+
 LARGE = 2**17
 """The bytes of numbers that an object store takes as they are."""
 
@@ -86,7 +90,7 @@ class FarEnd:
         """Return requests as a flush with more fields."""
         packing, arrays, others = Packing(), list[np.ndarray](), list[Request]()
         for each in asked:
-            if isinstance(each, LogprobsRequest | ReadRequest | ScoreRequest):
+            if isinstance(each, ASKED):
                 packing.add(each)
             elif isinstance(each, PopulationDraw):
                 packing.questions.append(self._population(each, packing, arrays))
@@ -200,19 +204,19 @@ class Answers(NamedTuple):
     told: list[tuple[int, Told]]
 
 
-WIRED = Draw | BatchDraw | TopLogprobs | torch.Tensor | GenrtError
-"""The results that travel as bytes."""
-
-
 def answers_of(
     ends: Sequence[tuple[int, Any]], told: list[tuple[int, Told]], counters: Sequence[float]
 ) -> bytes | Answers:
     """Return the results of tickets: as bytes, which Ray sends fastest, if there is nothing else."""
-    wired = [end for end in ends if isinstance(end[1], WIRED)]
-    others = [end for end in ends if not isinstance(end[1], WIRED)]
-    header, arrays = packed_answers([result for _, result in wired])
+    tickets, wired, others = list[int](), list[Any](), list[tuple[int, Any]]()
+    for end in ends:
+        if isinstance(end[1], WIRED):
+            tickets.append(end[0])
+            wired.append(end[1])
+        else:
+            others.append(end)
+    header, arrays = packed_answers(wired)
     large = arrays.pop() if arrays[-1].nbytes >= LARGE else None
-    tickets = [ticket for ticket, _ in wired]
     data = framed(header | {"tickets": tickets, "counters": [*counters]}, arrays)
     return data if large is None and not others and not told else Answers(data, large, others, told)
 
