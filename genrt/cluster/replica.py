@@ -12,9 +12,10 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -64,19 +65,6 @@ class Settings(NamedTuple):
     version: int = 0
     tensors: tuple[Any, ...] = ()
     adapters: tuple[tuple[Adapter, Mapping[str, bytes]], ...] = ()
-
-
-@dataclass(slots=True, eq=False)
-class _Reply:
-    """Takes the place of a waiter's future, and passes its result or error on at once."""
-
-    end: Callable[[Any], object]
-
-    def set_result(self, results: Sequence[Any]) -> None:
-        self.end(results[0])
-
-    def set_exception(self, error: GenrtError) -> None:
-        self.end(error)
 
 
 class Replica:
@@ -200,7 +188,11 @@ class Replica:
             return
         if isinstance(request, LogprobsRequest) and lm.device.type != "cpu":
             request = ReadRequest(request, HostRow())
-        waiter = Waiter((request,), None, cast("Any", _Reply(partial(self._end, ticket))))
+        future: Any = SimpleNamespace(  # which ends the question at once
+            set_result=lambda results: self._end(ticket, results[0]),
+            set_exception=partial(self._end, ticket),
+        )
+        waiter = Waiter((request,), None, future)
         self._withdraw[ticket] = partial(batcher.cancel, waiter)
         try:
             if isinstance(request, CompletionRequest):

@@ -102,8 +102,7 @@ class FarEnd:
     def _population(
         self, draw: PopulationDraw, packing: Packing, arrays: list[np.ndarray]
     ) -> list[Any]:
-        """Return the fields of a population; add its arrays, for each of which a field has the type and
-        the shape."""
+        """Return the fields of a population, with the type and the shape of each array that this adds."""
         contexts, origins, is_known = draw.contexts, draw.origins, False
         handles, own = None, [draw.mask_table, draw.seeds, draw.block]
         if origins is not None:

@@ -130,7 +130,7 @@ class Unpacking:
 
     Attributes:
         header: its fields.
-        reader: the arrays behind those of the questions.
+        reader: reads the arrays behind the questions' own.
 
     Raises:
         InvalidRequest: the bytes are malformed, or have too many questions.
@@ -253,10 +253,9 @@ def _checked(
         return draw_request(limits, ids, adapter, 0, mask, wanted.temperature, wanted.seed)
     if isinstance(wanted, Candidates):
         return candidates_request(limits, ids, wanted.token_ids, adapter, wanted.temperature)
-    if isinstance(wanted, TopTokens):
-        return top_request(limits, ids, wanted.k, adapter)
-    if isinstance(wanted, TopWithTail):
-        return top_request(limits, ids, wanted.k, adapter, wanted.temperature)
+    if isinstance(wanted, TopTokens | TopWithTail):
+        heat = wanted.temperature if isinstance(wanted, TopWithTail) else None
+        return top_request(limits, ids, wanted.k, adapter, heat)
     return row_request(limits, ids, adapter)
 
 
@@ -267,8 +266,8 @@ def answers_of(results: Sequence[Any]) -> bytes:
 
 
 def packed_answers(results: Sequence[Any]) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Return the header of results and errors, and their numbers by type: the last array has those of all
-    rows."""
+    """Return the header of results and errors, and their numbers by type: all rows are in the last
+    array."""
     kinds, draws = list[Any](), list[Draw]()
     columns: dict[torch.dtype, list[Tensor]] = {getattr(torch, name): [] for name in COLUMNS}
     for result in results:
