@@ -36,10 +36,12 @@ T = TypeVar("T")
 OWN_RAY = {
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_gcs_server_port_wait_time_s": "300",
+    "RAY_max_direct_call_object_size": str(2**19),
     "RAY_worker_niceness": "0",
     "RAY_worker_register_timeout_seconds": "300",
 }
-"""The settings of a local Ray: time limits for a busy host, and replicas with the priority of others."""
+"""The settings of a local Ray: time limits for a busy host, replicas with the priority of others, and
+rows of up to 512 KiB within the answer of a call, which is faster."""
 
 AGENT_PORTS = "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"
 """Ports of Ray's dashboard agent, which a local Ray does without."""
