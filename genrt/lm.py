@@ -13,7 +13,6 @@ from typing import Any, Literal, NoReturn, Self, TypedDict, Unpack, cast
 
 import torch
 
-from genrt.cluster.programs import run_program
 from genrt.contexts import Context, Gatherer, begin_context
 from genrt.engines.protocol import Engine, tokenizer_of
 from genrt.engines.remote.connection import ServerConnection
@@ -53,6 +52,7 @@ from genrt.runtime.ask import (
 from genrt.runtime.cache import RowCache
 from genrt.runtime.concurrency import blocking, blocking_twin, run_in_thread, twin_of
 from genrt.runtime.lifecycle import PauseOptions
+from genrt.runtime.programs import run_program
 from genrt.runtime.statistics import Statistics
 from genrt.runtime.streams import Stream
 from genrt.runtime.texts import Texts

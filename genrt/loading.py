@@ -236,7 +236,7 @@ def _start(
         if replicas is None:
             return make()
         actors = Actors(
-            partial(aload, engine=make, cache_bytes=0),
+            partial(load, engine=make, cache_bytes=0),
             cluster or "local",
             replicas=replicas,
             gpus=0 if engine == "exact" else gpus_of(options),

@@ -62,7 +62,7 @@ MOST_MODULES = 60
 """How many modules ``import genrt`` may bring into a fresh interpreter."""
 
 VAGUE_NAMES = {"common", "helpers", "misc", "tools", "types", "util", "utils"}
-BETWEEN_OWN_PROCESSES = {"cluster/flushes.py", "cluster/programs.py"}
+BETWEEN_OWN_PROCESSES = {"runtime/programs.py"}
 """Files that pickle what travels between processes that one runtime has started, and nothing else."""
 CODE_IN_DATA = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 OPTIONAL = {

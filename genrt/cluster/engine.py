@@ -29,19 +29,11 @@ from typing import Any, cast
 import torch
 
 from genrt.cluster.actors import Gone
-from genrt.cluster.flushes import (
-    Answers,
-    FarSequences,
-    HandleNumbers,
-    Message,
-    Pickled,
-    pickled,
-    unpickled,
-)
 from genrt.cluster.replica import Facts, Settings, stored
 from genrt.cluster.routing import Router
 from genrt.engines.protocol import EngineStatistics, Finished, ReplicaStatistics
-from genrt.engines.remote.wire import unpacked_tokenizer
+from genrt.engines.remote.flushes import Answers, FarEnd, HandleNumbers, ends_of
+from genrt.engines.remote.wire import KINDS, unpacked_tokenizer
 from genrt.engines.weights import SLEEPING_PARTS, Layout, NamedTensors, SleepingPart
 from genrt.errors import (
     Closed,
@@ -55,8 +47,7 @@ from genrt.errors import (
 )
 from genrt.questions.arguments import Adapter
 from genrt.questions.completions import Decoding, NativeRequest, Streamed, Told
-from genrt.questions.draws import DrawToken, PopulationDraw
-from genrt.questions.reads import Candidates, TopTokens
+from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.runtime.streams import Flow, NativeFlow, StreamBuffer
 
@@ -81,12 +72,12 @@ class _ReplicaRecord:
         is_open: whether it has opened in this life.
         asked: its unanswered questions, by ticket.
         heard: when its last answers came.
-        calls: how many messages have not returned.
+        calls: how many messages have not returned, of so many that were ``sent``.
         gone: collected populations, for its next message.
     """
 
     number: int
-    far: FarSequences
+    far: FarEnd
     state: str = "restarting"
     life: int = 0
     is_open: bool = False
@@ -94,6 +85,7 @@ class _ReplicaRecord:
     asked: dict[int, Request] = field(default_factory=dict)
     heard: float = 0.0
     calls: int = 0
+    sent: int = 0
     gone: list[int] = field(default_factory=list)
     failures: int = 0
     reason: str = ""
@@ -114,7 +106,7 @@ class ReplicaEngine:
         GenrtError: a replica's engine does not open; EngineDied if the replica dies meanwhile.
     """
 
-    reads = frozenset({DrawToken, TopTokens, Candidates, PopulationDraw})
+    reads = KINDS | {PopulationDraw}
     blocks = True
     device = torch.device("cpu")
     runs_programs = True
@@ -132,7 +124,7 @@ class ReplicaEngine:
         self.adapters: dict[str, Adapter] = {}
         self._stall_seconds = stall_seconds or STALL_SECONDS
         self._numbers = HandleNumbers()
-        self._replicas = [_ReplicaRecord(n, FarSequences(self._numbers)) for n in range(count)]
+        self._replicas = [_ReplicaRecord(n, FarEnd(self._numbers)) for n in range(count)]
         self._router = Router(count, seed=seed)
         self._came: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._tick_seconds = min(1.0, self._stall_seconds / 4)
@@ -293,24 +285,33 @@ class ReplicaEngine:
     ) -> None:
         """Send a message. An open replica always has one, with which it returns its answers."""
         gone, replica.gone = replica.gone, []
-        message = pickled(Message(asked, withdrawn, gone), replica.far)
+        tickets, requests = zip(*asked, strict=True) if asked else ((), ())
+        more: dict[str, Any] = {"tickets": tickets, "withdrawn": withdrawn, "forgotten": gone}
+        more |= {"number": replica.sent, "seconds": self._stall_seconds / 4}
+        data, others = replica.far.flush(requests, **more)
         replica.calls += 1
-        self._call(replica, "exchange", message, self._stall_seconds / 4, then=self._answered)
+        replica.sent += 1
+        self._call(replica, "exchange", data, *others, then=self._answered)
 
-    def _answered(self, replica: _ReplicaRecord, message: Pickled | None) -> None:
+    def _answered(self, replica: _ReplicaRecord, message: bytes | Answers | None) -> None:
         replica.calls -= 1
         if not replica.calls:
             self._exchange(replica)
         if message is None:
             return
         replica.heard = self._clock()
-        answers: Answers = unpickled(message)
-        replica.counted = answers.statistics
-        for ticket, part in answers.told:
-            if ticket in replica.asked:
-                self._streams[replica.asked[ticket]].put(part)
-        for ticket, result in answers.ends:
-            if (request := replica.asked.get(ticket)) is None:  # it was withdrawn
+        asked = replica.asked
+
+        def version_of(ticket: int) -> int:
+            return asked[ticket].weights_version if ticket in asked else 0
+
+        ends, told, counters = ends_of(message, version_of)
+        replica.counted = EngineStatistics(*counters)
+        for ticket, part in told:
+            if ticket in asked:
+                self._streams[asked[ticket]].put(part)
+        for ticket, result in ends:
+            if (request := asked.get(ticket)) is None:  # it was withdrawn
                 continue
             if isinstance(result, EngineDied | Closed):
                 self._give_up(replica, str(result))
@@ -420,9 +421,9 @@ class ReplicaEngine:
         """Ask the questions of a dead replica again; the next tick prepares it, unless it is final."""
         replica.state, replica.reason = "retired" if is_final else "dead", reason
         replica.life, replica.is_open = replica.life + 1, False
-        replica.failures = replica.calls = 0
+        replica.failures = replica.calls = replica.sent = 0
         replica.gone = []
-        replica.far = FarSequences(self._numbers)
+        replica.far = FarEnd(self._numbers)
         counted, replica.counted = replica.counted, EngineStatistics()
         self._past = sum_counters([self._past, replace(counted, resident=0, kept_tokens=0)])
         lost, replica.asked = replica.asked, {}

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -31,14 +31,14 @@ from typing import Any
 
 import torch
 
-from genrt.cluster.flushes import FarSequences, HandleNumbers, Pickled, pickled, unpickled
 from genrt.engines import open_engine
 from genrt.engines.folders import Folder
 from genrt.engines.protocol import EngineStatistics, Finished
+from genrt.engines.remote.flushes import FarEnd, Flush, HandleNumbers, NearEnd
+from genrt.engines.remote.wire import Unpacking
 from genrt.engines.vllm.rank import LAUNCHED, Rank, Share, broadcast_from_rank0, leave_ranks
 from genrt.engines.weights import KeptWeights, NamedTensors, TensorsIn
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
-from genrt.questions.arguments import Adapter
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
@@ -119,7 +119,7 @@ class Ranks:
     """The processes of all ranks but the first; ``count`` is of all."""
 
     def __init__(self, count: int) -> None:
-        self.far = FarSequences(HandleNumbers())
+        self.far = FarEnd(HandleNumbers())
         self._is_closed = False
         self._folder = Folder("ranks")
         # vLLM names shared memory after the file.
@@ -157,10 +157,9 @@ class Ranks:
         """Send all a message. Raises EngineDied if one is gone."""
         if gone := self.far.numbers.taken():
             self.tell("forget", gone)
-        message = pickled((name, *arguments), self.far)
         try:
             for link, _ in self._links:
-                link.send(message)
+                link.send((name, *arguments))
         except OSError as error:
             raise EngineDied(f"a rank is gone: {error}") from error
 
@@ -216,6 +215,9 @@ def _end_process(reason: str) -> None:
     os._exit(1)
 
 
+CALLS = "add_adapter", "remove_adapter", "forget_residents"
+
+
 def _passed(name: str) -> Any:
     """Return a property that rank 0's engine has."""
     return property(attrgetter(f"_engine.{name}"))
@@ -230,6 +232,8 @@ class RankedEngine:
         self._is_closed = False
         self._tickets: dict[Request, int] = {}
         self._numbers = itertools.count()
+        called = [partial(ranks.do, engine, each) for each in CALLS]
+        self.add_adapter, self.remove_adapter, self.forget_residents = called
         self.prefixes = _RankedPrefixes(engine, ranks)
         self.weights = _RankedWeights(engine, ranks)
 
@@ -268,11 +272,11 @@ class RankedEngine:
         return is_taken
 
     def settle(self, population: PopulationDraw) -> None:
-        self._ranks.tell("settle", population)
+        self._ranks.tell("settle", self._ranks.far.flush([population]))
         self._engine.settle(population)
 
     def release(self, asked: Sequence[SequenceHandle]) -> None:
-        self._ranks.tell("release", asked)
+        self._ranks.tell("release", [self._ranks.far.number(each) for each in asked])
         self._engine.release(asked)
 
     def expect(self, rows: Sequence[LogprobsRequest], token_ids: torch.Tensor) -> None:
@@ -282,15 +286,6 @@ class RankedEngine:
 
         self._engine.expect(rows, token_ids.contiguous(), told)
 
-    def add_adapter(self, adapter: Adapter, path: Path) -> None:
-        self._ranks.do(self._engine, "add_adapter", adapter, path)
-
-    def remove_adapter(self, adapter: Adapter) -> None:
-        self._ranks.do(self._engine, "remove_adapter", adapter)
-
-    def forget_residents(self) -> bool:
-        return bool(self._ranks.do(self._engine, "forget_residents"))
-
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
@@ -299,10 +294,10 @@ class RankedEngine:
             leave_ranks()
             self._ranks.close()
 
-    def _numbered(self, requests: Sequence[Request]) -> dict[Request, int]:
+    def _numbered(self, requests: Sequence[Request]) -> Flush:
         asked = dict(zip(requests, self._numbers, strict=False))
         self._tickets |= asked
-        return asked
+        return self._ranks.far.flush(requests, tickets=[*asked.values()])
 
 
 class _RankedPrefixes:
@@ -352,53 +347,45 @@ class Follower:
     def __init__(self, engine: Any, answer: Callable[[bool, str], object]) -> None:
         self._engine, self._answer = engine, answer
         self._tickets: dict[Request, int] = {}
-        self.handles: dict[int, SequenceHandle] = {}
+        self.near = NearEnd()
 
-    def take(self, message: Pickled) -> bool:
+    def take(self, message: tuple[Any, ...]) -> bool:
         """Repeat a call; return whether it was not the last one. Raises RuntimeError if the ranks have
         parted."""
-        name, *arguments = unpickled(message, self.handles)
-        if name == "close":
-            return False
-        getattr(self, f"_take_{name}")(*arguments)
-        return True
+        engine, tickets, near = self._engine, self._tickets, self.near
+        match message:
+            case ("submit", (data, others)):
+                requests = near.requests(flush := Unpacking(data), others)
+                tickets |= zip(requests, flush.header["tickets"], strict=True)
+                engine.submit(requests)
+            case ("continue_population", (data, others)):
+                [population] = near.requests(flush := Unpacking(data), others)
+                if engine.continue_population(population):
+                    tickets[population] = flush.header["tickets"][0]
+            case ("settle", (data, others)):
+                engine.settle(*near.requests(Unpacking(data), others))
+            case ("step", progress):
+                if (own := progress_of(engine.statistics())) != progress:
+                    raise RuntimeError(f"the ranks have parted: {own} here, {progress} in rank 0")
+                for end in engine.step():
+                    tickets.pop(end.request, None)
+            case ("cancel", numbers):
+                gone = [request for request, ticket in tickets.items() if ticket in numbers]
+                for each in gone:
+                    del tickets[each]
+                engine.cancel(gone)
+            case ("release", numbers):
+                engine.release([near.handle(*each) for each in numbers])
+            case ("forget", numbers):
+                near.forget(numbers)
+            case ("speculate", request_ids):
+                tokens = torch.empty(len(request_ids), dtype=torch.float64, device=engine.device)
+                engine.speculate(request_ids, tokens, share=broadcast_from_rank0)
+            case ("do", name, *arguments):
+                self._do(name, *arguments)
+        return bool(message[0] != "close")
 
-    def _take_submit(self, asked: dict[Request, int]) -> None:
-        self._tickets |= asked
-        self._engine.submit([*asked])
-
-    def _take_step(self, progress: tuple[int, ...]) -> None:
-        own = progress_of(self._engine.statistics())
-        if own != progress:
-            raise RuntimeError(f"the ranks have parted: {own} here, {progress} in rank 0")
-        for end in self._engine.step():
-            self._tickets.pop(end.request, None)
-
-    def _take_cancel(self, tickets: Collection[int]) -> None:
-        gone = [request for request, ticket in self._tickets.items() if ticket in tickets]
-        for each in gone:
-            del self._tickets[each]
-        self._engine.cancel(gone)
-
-    def _take_continue_population(self, asked: dict[Request, int]) -> None:
-        if self._engine.continue_population(*asked):
-            self._tickets |= asked
-
-    def _take_speculate(self, request_ids: list[str]) -> None:
-        tokens = torch.empty(len(request_ids), dtype=torch.float64, device=self._engine.device)
-        self._engine.speculate(request_ids, tokens, share=broadcast_from_rank0)
-
-    def _take_settle(self, population: PopulationDraw) -> None:
-        self._engine.settle(population)
-
-    def _take_release(self, asked: list[SequenceHandle]) -> None:
-        self._engine.release(asked)
-
-    def _take_forget(self, numbers: list[int]) -> None:
-        for each in numbers:
-            self.handles.pop(each, None)
-
-    def _take_do(self, name: str, *arguments: Any) -> None:
+    def _do(self, name: str, *arguments: Any) -> None:
         try:
             attrgetter(name)(self._engine)(*arguments)
         except GenrtError as error:

@@ -1,27 +1,30 @@
 """One engine of several: an ``AsyncLM`` with the questions of another process.
 
 Rules:
-    Questions are waiters of the runtime's batcher; everything else runs on its engine's thread.
+    Each call has a thread of its own. Flushes are taken in the order in which they were made.
+    Questions are waiters of the runtime's batcher, which its engine's thread answers.
     A replica with a dead engine, or a mixture of weights, raises EngineDied; the other end replaces it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import fields
 from functools import partial
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from genrt.cluster.flushes import Answers, Message, Pickled, pickled, unpickled
-from genrt.cluster.programs import ProgramRequest, packed_run, program_loop
 from genrt.engines.folders import Folder
-from genrt.engines.protocol import check_supported, survived
-from genrt.engines.remote.wire import packed_tokenizer
+from genrt.engines.protocol import EngineStatistics, check_supported, survived
+from genrt.engines.remote.flushes import Answers, NearEnd, answers_of
+from genrt.engines.remote.wire import Unpacking, packed_tokenizer
 from genrt.engines.weights import set_version, weights_of
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
 from genrt.questions.arguments import Adapter
@@ -29,13 +32,16 @@ from genrt.questions.completions import CompletionRequest, NativeRequest, Told
 from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
-from genrt.questions.sequences import SequenceHandle
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import Waiter
+from genrt.runtime.programs import ProgramRequest, packed_run, program_loop
 from genrt.runtime.streams import NativeFlow
 
 StoredTensors = Sequence[tuple[str, str, np.ndarray]]
 """Tensors for an object store: the name, torch's name of the type, and the numbers, maybe as bytes."""
+
+
+COUNTERS = attrgetter(*(each.name for each in fields(EngineStatistics)))
 
 
 class Facts(NamedTuple):
@@ -53,7 +59,8 @@ class Facts(NamedTuple):
 
 class Settings(NamedTuple):
     """Everything that a replica needs before its first question: the version of the weights, 0 for the
-    model's own; their parts, each ``StoredTensors`` or an awaitable; adapters and their files by name."""
+    model's own; their parts, each ``StoredTensors`` or a reference to them; adapters and their files by
+    name."""
 
     version: int = 0
     tensors: tuple[Any, ...] = ()
@@ -61,38 +68,38 @@ class Settings(NamedTuple):
 
 
 class Replica:
-    """The methods that the other end calls, all on one event loop."""
+    """The methods that the other end calls, each from any thread. ``fetch`` returns the tensors of a
+    reference."""
 
-    def __init__(self) -> None:
+    def __init__(self, fetch: Callable[[Any], StoredTensors] = lambda stored: stored) -> None:
+        self._fetch = fetch
         self._lm: Any = None
         self._version = 0
         self._adapters: set[Adapter] = set()
-        self._handles: dict[int, SequenceHandle] = {}
+        self._near = NearEnd()
         self._withdraw: dict[int, Callable[[], object]] = {}
-        self._last_ticket = 0
-        self._early: set[int] = set()  # withdrawn before they came
         self._ends: list[tuple[int, Any]] = []
         self._told: list[tuple[int, Told]] = []
-        self._news = asyncio.Event()
-        self._turn = asyncio.Lock()
-        self._listening = 0
+        self._lock = threading.RLock()
+        self._turns, self._news = (threading.Condition(self._lock) for _ in range(2))
+        self._taken = self._listening = 0
         self._failed: EngineDied | None = None
-        self._program_loop: asyncio.AbstractEventLoop | None = None
+        self._loops: dict[str, asyncio.AbstractEventLoop] = {}
 
-    async def prepare(self, make: Callable[[], Awaitable[Any]], wanted: Settings) -> Facts:
+    def prepare(self, make: Callable[[], Any], wanted: Settings) -> Facts:
         """Open the runtime, the first time, and give it these settings. Raises GenrtError if it cannot be
         opened, and EngineDied if its weights are a mixture."""
         if self._lm is None:
-            self._lm = await make()
+            self._lm = make()
         if wanted.version != self._version:
-            parts = [await each if inspect.isawaitable(each) else each for each in wanted.tensors]
-            await self._on_engine(partial(self._load, version=wanted.version, parts=parts))
+            parts = [*map(self._fetch, wanted.tensors)]
+            self._on_engine(partial(self._load, version=wanted.version, parts=parts))
         for adapter in self._adapters - dict(wanted.adapters).keys():
-            await self.remove_adapter(adapter)
+            self.remove_adapter(adapter)
         for adapter, files in wanted.adapters:
-            if (refused := await self.add_adapter(adapter, files)) is not None:
+            if (refused := self.add_adapter(adapter, files)) is not None:
                 raise refused
-        facts = await self._on_engine(_facts)
+        facts = self._on_engine(_facts)
         if isinstance(facts, GenrtError):
             raise facts
         return cast("Facts", facts)
@@ -110,9 +117,10 @@ class Replica:
             raise EngineDied(f"its weights could not be replaced: {error}") from error
         self._version = version
 
-    async def exchange(self, message: Pickled, seconds: float) -> Pickled | None:
-        """Take a ``Message``; wait for answers to any questions, and return all that there are. After so
-        many seconds there are none, once the engine's thread takes a call. ``None`` if two calls wait.
+    def exchange(self, data: bytes, *others: Request) -> bytes | Answers | None:
+        """Take a flush, by its number, from 0; wait for answers to any questions, and return all that
+        there are. After its seconds there are none, once the engine's thread takes a call. ``None`` if
+        two calls wait.
 
         Raises:
             EngineDied: something failed. Before ``prepare``: a call for an earlier life would take the
@@ -120,123 +128,135 @@ class Replica:
         """
         if self._lm is None:
             raise EngineDied("it was started again")
-        try:
-            self._take(unpickled(message, self._handles))
-        except Exception as error:
-            self._failed = EngineDied(f"a flush could not be read: {error}")
-            self._news.set()
-        if self._listening == 2:
-            return None
-        self._listening += 1
-        try:
-            async with self._turn:
-                try:
-                    async with asyncio.timeout(seconds):
-                        await self._news.wait()
-                except TimeoutError:
-                    await self.do("statistics")
-                self._news.clear()
-        finally:
+        flush = Unpacking(data)
+        number, seconds = flush.header["number"], flush.header["seconds"]
+        with self._lock:
+            if not self._turns.wait_for(lambda: self._failed or self._taken == number, seconds):
+                raise EngineDied("an earlier flush has not come")
+            try:
+                self._take(flush.header, self._near.requests(flush, others))
+            except Exception as error:
+                self._fail(error)
+            self._taken += 1
+            self._turns.notify_all()
+            if self._listening == 2:
+                return None
+            self._listening += 1
+            has_news = self._news.wait_for(self._has_news, seconds)
             self._listening -= 1
+            found = self._answers() if has_news else None
+        if found is None:
+            self.do("statistics")
+            with self._lock:
+                found = self._answers()
+        return answers_of(*found, COUNTERS(self._lm._thread.statistics()))
+
+    def _has_news(self) -> bool:
+        return bool(self._ends or self._told or self._failed)
+
+    def _answers(self) -> tuple[list[tuple[int, Any]], list[tuple[int, Told]]]:
         if self._failed is not None:
             raise self._failed
         ends, self._ends, told, self._told = self._ends, [], self._told, []
-        return pickled(Answers(ends, told, self._lm._thread.statistics()))
+        return ends, told
 
-    def _take(self, message: Message) -> None:
-        if gone := [self._handles.pop(n) for n in message.forgotten if n in self._handles]:
-            self._lm._thread.give_back(gone)
-        for ticket, request in message.asked:
-            self._ask(ticket, request)
-        self._cancel(message.withdrawn)
+    def _take(self, header: Mapping[str, Any], requests: Sequence[Request]) -> None:
+        thread = self._lm._thread
+        if gone := self._near.forget(header["forgotten"]):
+            thread.give_back(gone)
+        with thread.batcher.lock:  # the engine gets them together
+            for ticket, request in zip(header["tickets"], requests, strict=True):
+                self._ask(ticket, request)
+        self._cancel(header["withdrawn"])
 
     def _cancel(self, tickets: Sequence[int]) -> None:
         for ticket in tickets:
             if (withdraw := self._withdraw.pop(ticket, None)) is not None:
                 withdraw()
-            elif ticket > self._last_ticket:
-                self._early.add(ticket)
 
     def _ask(self, ticket: int, request: Request) -> None:
-        lm, loop = self._lm, asyncio.get_running_loop()
-        self._last_ticket = max(self._last_ticket, ticket)
-        if (version := request.weights_version) != lm._thread.batcher.weights_version:
-            lm._thread.batcher.weights_version = version  # as the other end counts
-            lm._thread.call(lambda answering: set_version(answering.engine, version))
-        if ticket in self._early:
-            self._early.discard(ticket)
-            return
-        future: asyncio.Future[Any]
+        lm = self._lm
+        thread, batcher = lm._thread, lm._thread.batcher
+        if (version := request.weights_version) != batcher.weights_version:
+            batcher.weights_version = version  # as the other end counts
+            thread.call(lambda answering: set_version(answering.engine, version))
         if isinstance(request, ProgramRequest):
-            self._program_loop = self._program_loop or program_loop()
-            running = packed_run(request, lm._of_seed(request.seed))
-            future = asyncio.wrap_future(
-                asyncio.run_coroutine_threadsafe(running, self._program_loop)
-            )
-            self._withdraw[ticket] = future.cancel
-        elif getattr(request, "streamed", False):
-            future = asyncio.ensure_future(self._streamed(ticket, request))
-            self._withdraw[ticket] = future.cancel
-        else:
-            future = loop.create_future()
-            if isinstance(request, LogprobsRequest) and lm.device.type != "cpu":
-                request = ReadRequest(request, HostRow())
-            waiter = Waiter((request,), loop, future)
-            self._withdraw[ticket] = partial(lm._thread.batcher.cancel, waiter)
-            try:
-                if isinstance(request, CompletionRequest):
-                    check_supported(lm._thread.engine, request.decoding)
-                if (found := lm._thread.batcher.join(waiter)) is not None:
-                    future.set_result(found)
-            except GenrtError as error:
-                future.set_exception(error)
+            self._begin(ticket, "programs", packed_run(request, lm._of_seed(request.seed)))
+            return
+        if getattr(request, "streamed", False):
+            self._begin(ticket, "streams", _streamed(lm, request, partial(self._tell, ticket)))
+            return
+        if isinstance(request, LogprobsRequest) and lm.device.type != "cpu":
+            request = ReadRequest(request, HostRow())
+        future: Any = SimpleNamespace(  # which ends the question at once
+            set_result=lambda results: self._end(ticket, results[0]),
+            set_exception=partial(self._end, ticket),
+        )
+        waiter = Waiter((request,), None, future)
+        self._withdraw[ticket] = partial(batcher.cancel, waiter)
+        try:
+            if isinstance(request, CompletionRequest):
+                check_supported(thread.engine, request.decoding)
+            if (found := batcher.join(waiter)) is not None:
+                self._end(ticket, found[0])
+        except GenrtError as error:
+            self._end(ticket, error)
+
+    def _begin(self, ticket: int, loop: str, work: Coroutine[Any, Any, Sequence[Any]]) -> None:
+        """Run a coroutine on one of the loops; its result has the answer."""
+        if loop not in self._loops:
+            self._loops[loop] = program_loop()
+        future = asyncio.run_coroutine_threadsafe(work, self._loops[loop])
+        self._withdraw[ticket] = future.cancel
         future.add_done_callback(partial(self._done, ticket))
 
-    async def _streamed(self, ticket: int, request: Any) -> list[Any]:
-        asker, is_native = self._lm._asker, isinstance(request, NativeRequest)
-        if is_native:
-            stream = asker.native(request, NativeFlow())
-        else:
-            check_supported(self._lm._thread.engine, request.decoding)
-            stream = asker.stream(request)
-        async for part in stream:
+    def _tell(self, ticket: int, part: Told) -> None:
+        with self._lock:
             self._told.append((ticket, part))
-            self._news.set()
-        return [() if is_native else stream.completion]
+            self._news.notify()
 
-    def _done(self, ticket: int, future: asyncio.Future[list[Any]]) -> None:
+    def _done(self, ticket: int, future: Future[Sequence[Any]]) -> None:
         error = None if future.cancelled() else future.exception()
-        if self._withdraw.pop(ticket, None) is None or future.cancelled():
-            return
-        if error is None or isinstance(error, GenrtError):
-            self._ends.append((ticket, error or future.result()[0]))
-        else:
-            self._failed = EngineDied(f"{type(error).__name__}: {error}")
-        self._news.set()
+        if error is not None and not isinstance(error, GenrtError):
+            self._fail(error)
+        elif not future.cancelled():
+            self._end(ticket, error or future.result()[0])
 
-    async def add_adapter(self, adapter: Adapter, files: Mapping[str, bytes]) -> GenrtError | None:
+    def _end(self, ticket: int, result: Any) -> None:
+        with self._lock:
+            if self._withdraw.pop(ticket, None) is not None:
+                self._ends.append((ticket, result))
+                self._news.notify()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failed = EngineDied(f"{type(error).__name__}: {error}")
+            self._news.notify_all()
+            self._turns.notify_all()
+
+    def add_adapter(self, adapter: Adapter, files: Mapping[str, bytes]) -> GenrtError | None:
         """Load an adapter from its files, unless it is loaded. Return why it does not fit."""
         if adapter in self._adapters:
             return None
         with Folder("adapter") as directory:
             for name, data in files.items():
                 (directory / name).write_bytes(data)
-            refused = await self._on_engine(lambda engine: engine.add_adapter(adapter, directory))
+            refused = self._on_engine(lambda engine: engine.add_adapter(adapter, directory))
         if refused is None:
             self._adapters.add(adapter)
             self._lm._adapters.by_name[adapter.name] = adapter
         return cast("GenrtError | None", refused)
 
-    async def remove_adapter(self, adapter: Adapter) -> None:
+    def remove_adapter(self, adapter: Adapter) -> None:
         """Forget an adapter."""
         if adapter in self._adapters:
             self._adapters.discard(adapter)
             names = self._lm._adapters.by_name
             if names.get(adapter.name) == adapter:
                 del names[adapter.name]
-            await self._on_engine(lambda answering: answering.remove_adapter(adapter))
+            self._on_engine(lambda answering: answering.remove_adapter(adapter))
 
-    async def do(self, name: str, *arguments: Any) -> Any:
+    def do(self, name: str, *arguments: Any) -> Any:
         """Return an attribute of the answering engine, by a dotted name; call it if it is a method, and
         return its GenrtError if it raises one. Raises EngineDied."""
 
@@ -245,15 +265,16 @@ class Replica:
             found = found(*arguments) if callable(found) else found
             return dict(found) if isinstance(found, Mapping) else found
 
-        return await self._on_engine(call)
+        return self._on_engine(call)
 
-    async def stop(self) -> None:
-        """Close the runtime."""
+    def stop(self) -> None:
+        """Close the runtime, and end all calls."""
         self._cancel([*self._withdraw])
+        self._fail(EngineDied("it was stopped"))
         if self._lm is not None:
-            await self._lm.aclose()
+            self._lm.close()
 
-    async def _on_engine(self, function: Callable[[AnsweringEngine], Any]) -> Any:
+    def _on_engine(self, function: Callable[[AnsweringEngine], Any]) -> Any:
         """Return the result, or the GenrtError, of a function of the engine on its thread. Raises
         EngineDied."""
 
@@ -265,7 +286,21 @@ class Replica:
 
         if self._lm is None:
             raise EngineDied("it was started again")
-        return await asyncio.wrap_future(self._lm._thread.call(call))
+        return self._lm._thread.call(call).result()
+
+
+async def _streamed(lm: Any, request: Any, tell: Callable[[Told], object]) -> list[Any]:
+    """Tell the parts of a text; return the rest as ``Waiter`` results. No method: Ray gives no threads to
+    the calls of a class with a coroutine."""
+    is_native = isinstance(request, NativeRequest)
+    if is_native:
+        stream = lm._asker.native(request, NativeFlow())
+    else:
+        check_supported(lm._thread.engine, request.decoding)
+        stream = lm._asker.stream(request)
+    async for part in stream:
+        tell(part)
+    return [() if is_native else stream.completion]
 
 
 def stored(name: str, tensor: torch.Tensor) -> tuple[str, str, np.ndarray]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from genrt.cluster.programs import ProgramRequest
 from genrt.questions.arguments import TOKEN_BYTES
 from genrt.questions.completions import CompletionRequest, SampleRequest
 from genrt.questions.draws import PopulationDraw
@@ -21,6 +20,7 @@ from genrt.questions.reads import ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
+from genrt.runtime.programs import ProgramRequest
 
 BLOCK_TOKENS = 16
 """The tokens of a block of vLLM's KV cache."""
@@ -39,6 +39,8 @@ MOST_BATCHES = 2**14
 
 def work_of(request: Request) -> float:
     """Return roughly the work of a question, in tokens that are drawn one after another."""
+    if isinstance(request, LogprobsRequest | ReadRequest):
+        return 1.0
     if isinstance(request, PopulationDraw):
         return float(len(request))
     if isinstance(request, SampleRequest):

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from genrt.cluster.programs import Unsent, run_program, runs_elsewhere
 from genrt.errors import InvalidRequest
 from genrt.inference import kernels
 from genrt.inference.checks import check_callable, checked_state, token_bytes
@@ -46,6 +45,7 @@ from genrt.lm import AsyncLM
 from genrt.numbers import check_int, displayed
 from genrt.progress import progress_bar
 from genrt.runtime.concurrency import blocking_twin, gather_all
+from genrt.runtime.programs import Unsent, run_program, runs_elsewhere
 
 
 class Sampler:

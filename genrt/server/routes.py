@@ -437,8 +437,7 @@ class OwnRoutes:
         for place, each in enumerate(adapters):
             if each is not None and lm._adapters.by_name.get(each.name) != each:
                 results[place] = UnknownAdapter(f"{each} was replaced meanwhile: ask again")
-        versions = {each.name: each.version for each in adapters if each is not None}
-        answer = await asyncio.to_thread(answers_of, results, versions)
+        answer = await asyncio.to_thread(answers_of, results)
         return Response(answer, media_type=BYTES)
 
     async def _answers(self, questions: Sequence[Question | GenrtError]) -> list[Any]:

@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import pickle
 import threading
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ray import cloudpickle
@@ -45,7 +46,7 @@ class ReplicasHere:
 
     def __init__(
         self,
-        make: Callable[[], Awaitable[Any]],
+        make: Callable[[], Any],
         cluster: str,
         *,
         replicas: int,
@@ -55,6 +56,7 @@ class ReplicasHere:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
+        self._threads = ThreadPoolExecutor(16 * replicas)
         self._lives = [Life(Replica()) for _ in range(replicas)]
         self.lives = [1] * replicas
         self.is_closed = False
@@ -98,6 +100,7 @@ class ReplicasHere:
                 closing.result(60)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(60)
+            self._threads.shutdown()
             self._loop.close()
 
     def _begin(self, number: int, name: str, given: tuple[Any, ...], found: Future[Any]) -> None:
@@ -109,7 +112,8 @@ class ReplicasHere:
 
     async def _run(self, life: Life, name: str, given: tuple[Any, ...], found: Future[Any]) -> None:
         try:
-            result = await getattr(life.replica, name)(*given)
+            call = partial(getattr(life.replica, name), *given)
+            result = await self._loop.run_in_executor(self._threads, call)
             while life.is_hung:
                 await asyncio.Event().wait()
             result = _travelled(result)
@@ -129,12 +133,12 @@ class ReplicasHere:
         for found, task in calls.items():
             task.cancel()
             found.set_exception(Gone(reason, is_final=is_final))
-        self._loop.create_task(life.replica.stop())
+        self._loop.run_in_executor(self._threads, life.replica.stop)
 
     async def _close(self) -> None:
         for number in range(len(self._lives)):
             life = self._lives[number]
-            await life.replica.stop()
+            await self._loop.run_in_executor(self._threads, life.replica.stop)
             for found, task in [*life.calls.items()]:
                 task.cancel()
                 del life.calls[found]

@@ -6,7 +6,7 @@ import pickle
 import random
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ import torch
 
 from genrt.cluster.actors import Gone
 from genrt.cluster.engine import MOST_ASKED, ReplicaEngine
-from genrt.cluster.flushes import Answers, Message, pickled, unpickled
 from genrt.cluster.replica import Facts, Settings
 from genrt.engines.adapters import CONFIG_NAME
 from genrt.engines.protocol import EngineStatistics
-from genrt.engines.remote.wire import packed_tokenizer
+from genrt.engines.remote.flushes import NearEnd, answers_of
+from genrt.engines.remote.wire import Unpacking, packed_tokenizer
 from genrt.engines.weights import SLEEPING_PARTS, SleepingPart
 from genrt.errors import EngineDied, EngineFailed, InvalidAdapter, InvalidRequest
 from genrt.questions.arguments import Adapter
@@ -53,8 +53,7 @@ class Scripted:
         if self.listeners:
             listener, _ = self.listeners.popleft()
             ends, self.ends = self.ends, []
-            answers = Answers(ends, [], EngineStatistics(steps=1))
-            listener.set_result(pickled(answers))
+            listener.set_result(answers_of(ends, [], astuple(EngineStatistics(steps=1))))
 
 
 class ScriptedReplicas:
@@ -87,8 +86,14 @@ class ScriptedReplicas:
     def call(self, number: int, name: str, *arguments: Any) -> Future[Any]:
         found: Future[Any] = Future()
         life = self.lives[number]
-        message = unpickled(arguments[0]) if name == "exchange" else None
-        is_news = name != "do" and (message is None or bool(message.asked or message.withdrawn))
+        message: Any = None
+        if name == "exchange":
+            flush = Unpacking(arguments[0])
+            requests = NearEnd().requests(flush, arguments[1:])
+            asked = [*zip(flush.header["tickets"], requests, strict=True)]
+            message = flush.header | {"asked": asked}
+        is_news = message is None or bool(message["asked"] or message["withdrawn"])
+        is_news &= name != "do"
         if is_news and self.random.random() < self.dies:
             found.set_exception(Gone("of a call", is_final=False))
             self.die(number)
@@ -99,7 +104,7 @@ class ScriptedReplicas:
             if len(life.listeners) == 2:
                 found.set_result(None)
             else:
-                life.listeners.append((found, self.now + arguments[1]))
+                life.listeners.append((found, self.now + message["seconds"]))
         elif name == "prepare" and not (self.opens and self.random.random() < 0.5):
             life.opening, life.settings_to_come = found, arguments[0]
             life.opens_at = self.now + 0.5 * self.random.random()
@@ -144,8 +149,8 @@ class ScriptedReplicas:
         life.settings, life.adapters = wanted, {each for each, _ in wanted.adapters}
         return FACTS
 
-    def _take(self, number: int, life: Scripted, message: Message) -> None:
-        for ticket, request in message.asked:
+    def _take(self, number: int, life: Scripted, message: dict[str, Any]) -> None:
+        for ticket, request in message["asked"]:
             assert isinstance(request, LogprobsRequest)
             self.times[request.packed] = self.times.get(request.packed, 0) + 1
             if life.asleep:
@@ -153,7 +158,7 @@ class ScriptedReplicas:
             if request.adapter not in {None, *life.adapters}:
                 self.wrong.append(f"replica {number} has no {request.adapter}")
             life.asked.append((ticket, request))
-        life.asked = [each for each in life.asked if each[0] not in message.withdrawn]
+        life.asked = [each for each in life.asked if each[0] not in message["withdrawn"]]
 
     def _do(self, number: int, life: Scripted, name: str, *arguments: Any) -> Any:
         if life.settings is None:

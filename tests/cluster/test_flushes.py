@@ -15,16 +15,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from genrt.cluster.flushes import (
+from genrt.engines.remote.flushes import (
     LARGE,
     Answers,
-    FarSequences,
+    FarEnd,
     HandleNumbers,
-    Message,
-    pickled,
-    unpickled,
+    NearEnd,
+    answers_of,
+    ends_of,
 )
-from genrt.engines.protocol import EngineStatistics
+from genrt.engines.remote.wire import Unpacking
 from genrt.errors import InvalidRequest
 from genrt.questions import sequences
 from genrt.questions.arguments import Adapter
@@ -93,25 +93,32 @@ RESULTS: list[Any] = [
 ]
 
 
-def test_requests_come_out_equal_whatever_their_kind() -> None:
-    asked = [*enumerate(REQUESTS)]
-    found = unpickled(pickled(Message(asked), FarSequences(HandleNumbers()))).asked
-    assert found == asked
-    assert {each.weights_version for _, each in found} == {5}
+def test_requests_come_out_equal_and_in_order_whatever_their_kind() -> None:
+    """Texts travel beside the bytes."""
+    data, others = FarEnd(HandleNumbers()).flush(REQUESTS, tickets=[3])
+    flush = Unpacking(data)
+    found = NearEnd().requests(flush, pickle.loads(pickle.dumps(others)))  # noqa: S301
+    assert found == REQUESTS
+    assert flush.header["tickets"] == [3]
+    assert {each.weights_version for each in found} == {5}
+    assert {type(each) for each in others} == {SampleRequest, CompletionRequest}
 
 
 def test_answers_come_out_equal_whatever_their_kind() -> None:
     delta = Delta("a", (1,), (INFINITE,), ({2: -1.0},), 3, 4, "r", 5)
-    ends = [*enumerate(RESULTS)]
-    counted = EngineStatistics(steps=3, seconds=0.5)
-    found: Answers = unpickled(pickled(Answers(ends, [(10, delta)], counted)))
-    assert found.statistics == counted
-    assert found.told == [(10, delta)]
-    assert [ticket for ticket, _ in found.ends] == [*range(len(RESULTS))]
-    for (_, mine), (_, result) in zip(found.ends, ends, strict=True):
+    ends, counters = [*enumerate(RESULTS)], [3, 0.5]
+    message = answers_of(ends, [(10, delta)], counters)
+    assert isinstance(message, Answers)
+    assert [result for _, result in message.others] == [(4, 5), (), TEXT, MASKED]
+    found, told, counted = ends_of(message, lambda ticket: 5)
+    assert (counted, told) == (counters, [(10, delta)])
+    assert sorted(ticket for ticket, _ in found) == [*range(len(RESULTS))]
+    for ticket, mine in found:
+        result = RESULTS[ticket]
         assert type(mine) is type(result)
         if isinstance(result, torch.Tensor):
             assert torch.equal(mine, result)
+            assert mine.dtype == result.dtype
         elif isinstance(result, TopLogprobs | BatchDraw):
             assert all(map(torch.equal, mine, result))
         elif isinstance(result, InvalidRequest):
@@ -122,38 +129,39 @@ def test_answers_come_out_equal_whatever_their_kind() -> None:
             assert mine.weights_version == result.weights_version == 5
 
 
-def test_large_buffers_travel_beside_the_bytes() -> None:
-    rows = [torch.arange(LARGE), torch.arange(3)]
-    message = pickled(rows)
-    assert isinstance(message, tuple)
-    assert len(message[0]) < 1_000
-    found = unpickled(message)
-    assert all(map(torch.equal, found, rows))
-    found[0] += 1  # it is its owner's
-    assert not torch.equal(found[0], rows[0])
+def test_many_rows_travel_beside_the_bytes_as_one_array() -> None:
+    rows = [torch.arange(LARGE) / 2, torch.arange(3) / 2]
+    message = answers_of([*enumerate(rows)], [], [])
+    assert isinstance(message, Answers)
+    assert len(message.data) < 1_000
+    assert len(message.large) == LARGE + 3  # type: ignore[arg-type]
+    message.large.flags.writeable = False  # type: ignore[union-attr]
+    found, _, _ = ends_of(message, lambda ticket: 0)
+    assert all(map(torch.equal, [row for _, row in found], rows))
+    found[0][1].add_(1)  # it is its owner's
+    assert isinstance(answers_of([(0, rows[1])], [], []), bytes)
 
 
 class Hop:
     """A connection: what its sender knows of the receiver, and what that one has."""
 
     def __init__(self) -> None:
-        self.far = FarSequences(HandleNumbers())
-        self.table: dict[int, SequenceHandle] = {}
+        self.far, self.near = FarEnd(HandleNumbers()), NearEnd()
         self.sent = 0
 
     def carry(self, draw: PopulationDraw) -> PopulationDraw:
         """Return a question as it comes out at the other end."""
         self.forget()
-        message = pickled(draw, self.far)
-        self.sent = len(pickle.dumps(message))
-        found = unpickled(message, self.table)
+        data, _ = self.far.flush([draw])
+        self.sent = len(data)
+        [found] = self.near.requests(Unpacking(data), ())
         assert isinstance(found, PopulationDraw)
         return found
 
     def forget(self) -> None:
         """Have the receiver forget what nobody goes on from."""
         for each in self.far.numbers.taken():
-            self.table.pop(each, None)
+            self.near.handles.pop(each, None)
 
 
 def lists_of(contexts: Contexts) -> Lists:
@@ -228,7 +236,7 @@ class FarEnds(AsLists):
             for near, far in self.ways:
                 for hop in (near, far):
                     hop.forget()
-                    assert not hop.table
+                    assert not hop.near.handles
 
 
 FarEnds.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
@@ -274,6 +282,6 @@ def test_a_receiver_that_does_not_hold_it_fails_and_guesses_nothing() -> None:
     hop, questions = Hop(), steps(3, 5)
     for _ in range(3):
         hop.carry(next(questions))
-    hop.table.clear()
+    hop.near.handles.clear()
     with pytest.raises(AttributeError):
         hop.carry(next(questions))

@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 
 import genrt
 from genrt.cluster import engine as engine_module
-from genrt.cluster.flushes import Message, pickled, unpickled
 from genrt.cluster.replica import Replica, Settings
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import ExactEngine, NGram
+from genrt.engines.remote.flushes import FarEnd, HandleNumbers, ends_of
 from genrt.errors import (
     EngineDied,
     EngineFailed,
@@ -305,7 +305,7 @@ async def test_a_call_of_an_earlier_life_takes_no_answers_of_the_next() -> None:
     """A replica dies between two calls, and the second one reaches its next life."""
     with genrt.load(MODEL, engine="exact", replicas=2) as lm:
         replicas_of(lm).die(0)
-        late = asyncio.wrap_future(replicas_of(lm).call(0, "exchange", pickled(Message()), 1.0))
+        late = asyncio.wrap_future(replicas_of(lm).call(0, "exchange", b""))
         with pytest.raises(genrt.EngineDied, match="started again"):
             await asyncio.wait_for(late, 60)
         await asyncio.to_thread(until, lm, "healthy", 1)
@@ -315,20 +315,27 @@ async def test_a_call_of_an_earlier_life_takes_no_answers_of_the_next() -> None:
 
 
 async def test_two_calls_wait_for_answers_and_the_first_gets_them() -> None:
-    replica = Replica()
-    await replica.prepare(partial(genrt.aload, MODEL, engine="exact"), Settings())
-    first, second = [
-        asyncio.create_task(replica.exchange(pickled(Message()), 30.0)) for _ in range(2)
-    ]
-    await asyncio.sleep(0)
-    assert await replica.exchange(pickled(Message([(7, LogprobsRequest([1]))])), 30.0) is None
-    answers: Any = await first
-    [(ticket, row)] = unpickled(answers).ends
+    replica, far = Replica(), FarEnd(HandleNumbers())
+    replica.prepare(partial(genrt.load, MODEL, engine="exact"), Settings())
+
+    def exchange(number: int, *asked: LogprobsRequest) -> asyncio.Task[Any]:
+        tickets = [7 for _ in asked]
+        more: Any = {"number": number, "seconds": 30.0, "withdrawn": [], "forgotten": []}
+        data, _ = far.flush(asked, tickets=tickets, **more)
+        return asyncio.create_task(asyncio.to_thread(replica.exchange, data))
+
+    last = exchange(2, LogprobsRequest([1]))  # which waits for its turn
+    first, second = exchange(0), exchange(1)
+    await happened(lambda: replica._listening == 2)
+    assert await last is None
+    [answers], _ = await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+    [(ticket, row)], _, _ = ends_of(await answers, lambda ticket: 0)
     assert ticket == 7
     assert torch.allclose(row, MODEL.row([1]).float(), atol=1e-5)
-    assert not second.done()
-    second.cancel()
-    await replica.stop()
+    assert not (first.done() and second.done())
+    await asyncio.to_thread(replica.stop)
+    with pytest.raises(EngineDied, match="stopped"):
+        await asyncio.gather(first, second)
 
 
 async def test_a_replica_forgets_collected_populations_though_it_is_asked_nothing(
@@ -340,10 +347,10 @@ async def test_a_replica_forgets_collected_populations_though_it_is_asked_nothin
         for _ in range(3):
             population.append((await population.draw()).token_ids)
         replica = replicas_of(lm)._lives[0].replica
-        assert replica._handles
+        assert replica._near.handles
         population.close()
         del population
-        await happened(lambda: not replica._handles)
+        await happened(lambda: not replica._near.handles)
 
 
 async def storm(

@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrt.cluster.programs import ProgramRequest
 from genrt.cluster.routing import MARGIN, Router
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.rows import Limits, LogprobsRequest
 from genrt.questions.sequences import Sequences
+from genrt.runtime.programs import ProgramRequest
 
 LIMITS = Limits(1000, 4096)
 TWO, PROMPT = [0, 1], [*range(16)]

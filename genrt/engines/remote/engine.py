@@ -33,7 +33,6 @@ from genrt.errors import (
     EngineUnsupported,
     GenrtError,
     InvalidAdapter,
-    UnknownAdapter,
 )
 from genrt.numbers import check_int
 from genrt.questions.arguments import TOKEN_BYTES, Adapter
@@ -209,14 +208,7 @@ class RemoteEngine(SteppedEngine):
     def _asked(self, asked: Sequence[Question]) -> list[Any]:
         """Return the server's results, errors among them."""
         data = self._connection.post("/v1/flush", flush_of(asked, self.fingerprint))
-        results, versions = answers_to(data, asked, self.vocab_size)
-        for place, each in enumerate(asked):
-            adapter = each.adapter
-            if adapter is not None and versions.get(adapter.name) != adapter.version:
-                results[place] = UnknownAdapter(
-                    f"adapter {adapter.name!r} was replaced on the server: connect again"
-                )
-        return results
+        return answers_to(data, asked, self.vocab_size)
 
     def _wait(self, seconds: float, started: float) -> list[Finished]:
         """Wait for a busy server, up to the timeout."""

@@ -1,11 +1,10 @@
-"""The wire format of a connection, for both ends: flushes, their answers, and a tokenizer as bytes.
+"""Flushes, their answers and a tokenizer as bytes: for a server's clients, replicas, and ranks.
 
-Flushes and answers have the length of a JSON header (4 bytes, little-endian), the header, and arrays of
-little-endian numbers. A flush has token ids of the distinct contexts and lists of candidates, uint32;
-distinct masks, packed as in ``DrawToken``. The answers have, in order: rows, candidates' entries and
-scores, float32; draws, 3 float64; top tokens, int64, and their entries, float32; the answers of
-``top_with_tail``, int32. A tokenizer is a zip
-archive of its files, in formats without code, or a list of tokens.
+A message has the length of a JSON header (4 bytes, little-endian), the header, and arrays of
+little-endian numbers. A flush has the token ids of its distinct contexts and lists of candidates as one
+array, uint32, and distinct masks, packed as in ``DrawToken``. Answers have one array for each type of
+numbers: float64 of draws, int64, int32, and float32 of rows. A tokenizer is a zip archive of its files,
+in formats without code, or a list of tokens.
 
 No code from the other end runs here. The client trusts the numbers of its server.
 """
@@ -16,8 +15,10 @@ import base64
 import io
 import json
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
+from math import prod
 from pathlib import PurePosixPath
 from typing import Any, TypeAlias, TypeVar
 
@@ -27,9 +28,8 @@ from torch import Tensor
 
 from genrt import errors
 from genrt.engines.folders import Folder
-from genrt.errors import EngineFailed, GenrtError, InvalidRequest
-from genrt.numbers import check_int
-from genrt.questions.arguments import Adapter
+from genrt.errors import EngineFailed, GenrtError, InvalidRequest, UnknownAdapter
+from genrt.questions.arguments import TOKEN_BYTES, Adapter
 from genrt.questions.draws import DrawToken, draw_request
 from genrt.questions.reads import (
     Candidates,
@@ -41,7 +41,7 @@ from genrt.questions.reads import (
 )
 from genrt.questions.rows import Limits, LogprobsRequest, row_request
 from genrt.questions.scores import ScoreRequest, text_score_request
-from genrt.tokens.sampling import Draw, TeacherLogprobs, TopLogprobs
+from genrt.tokens.sampling import BatchDraw, Draw, TeacherLogprobs, TopLogprobs
 from genrt.tokens.vocabulary import BytesTokenizer
 
 Question: TypeAlias = LogprobsRequest | ReadRequest | ScoreRequest
@@ -54,42 +54,135 @@ T = TypeVar("T")
 
 U4, I4, I8, F4, F8 = (np.dtype(each) for each in ("<u4", "<i4", "<i8", "<f4", "<f8"))
 
+COLUMNS = {"float64": F8, "int64": I8, "int32": I4, "float32": F4}
+"""The types of numbers in answers, in order."""
 
-def flush_of(asked: Sequence[Question], model: str) -> bytes:
-    """Return questions as bytes, for the model of this fingerprint."""
-    contexts: dict[bytes, int] = {}
-    masks: dict[bytes, int] = {}
-    adapters: dict[str | None, int] = {}
-    questions: list[list[Any]] = []
-    for each in asked:
-        row = each.row if isinstance(each, ReadRequest) else each
-        name = row.adapter.name if row.adapter else None
+NAMES = {getattr(torch, name): name for name in COLUMNS}
+
+TUPLES = {"TopLogprobs": 2, "BatchDraw": 3}
+"""The answers of several tensors: token ids, int64, before others, float32."""
+
+
+class Packing:
+    """A flush that is packed, request by request: the fields of its header, and its arrays."""
+
+    def __init__(self) -> None:
+        self._contexts: dict[bytes, int] = {}
+        self._masks: dict[bytes, int] = {}
+        self._bound: dict[tuple[Adapter | None, int], int] = {}
+        self.questions: list[list[Any]] = []
+
+    def add(self, request: Question) -> None:
+        """Add a question, behind the others."""
+        wanted = request.wanted if isinstance(request, ReadRequest) else None
+        row: Any = request if wanted is None else request.row  # type: ignore[union-attr]
         kind, more = "row", list[Any]()
-        wanted = each.wanted if isinstance(each, ReadRequest) else None
         if isinstance(wanted, DrawToken):
-            mask = None if wanted.mask is None else masks.setdefault(wanted.mask, len(masks))
+            mask = wanted.mask
+            place = None if mask is None else self._masks.setdefault(mask, len(self._masks))
             seed = wanted.nonce if wanted.seed is None else wanted.seed
-            kind, more = "draw", [wanted.temperature, seed if wanted.temperature else None, mask]
+            kind, more = "draw", [wanted.temperature, seed if wanted.temperature else None, place]
         elif isinstance(wanted, Candidates):
             ids = np.array(wanted.token_ids, np.uint32).tobytes()
-            kind, more = "candidates", [contexts.setdefault(ids, len(contexts)), wanted.temperature]
+            kind, more = "candidates", [self._place(ids), wanted.temperature]
         elif isinstance(wanted, TopTokens):
             kind, more = "top", [wanted.k]
         elif isinstance(wanted, TopWithTail):
             kind, more = "tail", [wanted.k, wanted.temperature]
-        elif isinstance(each, ScoreRequest):
-            kind, more = "score", [each.start, each.wanted, each.temperature, each.top]
-        context = contexts.setdefault(row.packed, len(contexts))
-        questions.append([kind, context, adapters.setdefault(name, len(adapters)), *more])
-    header = {
-        "model": model,
-        "contexts": [len(packed) // U4.itemsize for packed in contexts],
-        "adapters": [*adapters],
-        "masks": len(masks),
-        "questions": questions,
-    }
-    arrays = [np.frombuffer(packed, np.uint32).astype(U4).tobytes() for packed in contexts]
-    return _framed(header, [*arrays, *masks])
+        elif isinstance(request, ScoreRequest):
+            kind, more = "score", [request.start, request.wanted, request.temperature, request.top]
+        bound = self.bound(row.adapter, row.weights_version)
+        self.questions.append([kind, bound, self._place(row.packed), *more])
+
+    def bound(self, adapter: Adapter | None, weights_version: int) -> int:
+        """Return the number of an adapter with a version of the weights."""
+        return self._bound.setdefault((adapter, weights_version), len(self._bound))
+
+    def _place(self, packed: bytes) -> int:
+        return self._contexts.setdefault(packed, len(self._contexts))
+
+    def message(self, arrays: Sequence[np.ndarray] = (), **more: Any) -> bytes:
+        """Return the flush as bytes, with more fields and arrays."""
+        bound = [(a and a.name, a and a.version, weights) for a, weights in self._bound]
+        header = {
+            "contexts": [len(packed) // TOKEN_BYTES for packed in self._contexts],
+            "bound": bound,
+            "masks": [len(mask) for mask in self._masks],
+            "questions": self.questions,
+        }
+        whole = np.frombuffer(b"".join(self._contexts), np.uint32).astype(U4, copy=False)
+        return framed(header | more, [whole, *self._masks, *arrays])
+
+
+def flush_of(asked: Sequence[Question], model: str) -> bytes:
+    """Return questions as bytes, for the model of this fingerprint."""
+    packing = Packing()
+    for each in asked:
+        packing.add(each)
+    return packing.message(model=model)
+
+
+class Unpacking:
+    """A flush that is unpacked; its arrays are not checked.
+
+    Args:
+        most: the most questions.
+
+    Attributes:
+        header: its fields.
+        reader: reads the arrays behind the questions' own.
+
+    Raises:
+        InvalidRequest: the bytes are malformed, or have too many questions.
+    """
+
+    def __init__(self, data: bytes, most: int | None = None) -> None:
+        # A question takes fewer bytes of the header.
+        if most is not None and int.from_bytes(data[:4], "little") > 256 * (most + 16):
+            raise InvalidRequest(f"a flush has {most} questions at most")
+        self.header, rest = unframed(data)
+        self.reader = Reader(rest)
+        try:
+            lengths, self.questions = self.header["contexts"], self.header["questions"]
+            if most is not None and (len(self.questions) > most or len(lengths) > 2 * most):
+                raise InvalidRequest(f"a flush has {most} questions at most")
+            ends = [0, *accumulate(TOKEN_BYTES * length for length in lengths)]
+            if ends != sorted(ends):
+                raise ValueError("a length is negative")
+            whole = self.reader.take(U4, ends[-1] // TOKEN_BYTES).astype(np.uint32).tobytes()
+            self._contexts = [whole[start:end] for start, end in pairwise(ends)]
+            self._masks = [
+                self.reader.take(U4, size // 4).tobytes() for size in self.header["masks"]
+            ]
+            self.bound: list[tuple[Adapter | None, int]] = [
+                (None if name is None else Adapter(name, version), weights)
+                for name, version, weights in self.header["bound"]
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"the flush is malformed: {error}") from error
+
+    def question(self, fields: Any) -> Question:
+        """Return a question of these fields. Raises InvalidRequest if they are malformed."""
+        try:
+            kind, number, place, *more = fields
+            context, (adapter, weights) = self._contexts[place], self.bound[number]
+            if kind == "score":
+                start, wanted, heat, top = more
+                return ScoreRequest(context, start, adapter, weights, wanted, heat, top)
+            row = LogprobsRequest(packed=context, adapter=adapter, weights_version=weights)
+            if kind == "row" and not more:
+                return row
+            if kind == "draw":
+                heat, seed, place = more
+                mask = None if place is None else self._masks[place]
+                return ReadRequest(row, DrawToken(mask, heat, seed))
+            if kind == "candidates":
+                place, heat = more
+                ids = np.frombuffer(self._contexts[place], np.uint32)
+                return ReadRequest(row, Candidates(tuple(ids.tolist()), heat))
+            return ReadRequest(row, {"top": TopTokens, "tail": TopWithTail}[kind](*more))
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"a question of the flush is malformed: {error}") from error
 
 
 def flush_to(
@@ -110,33 +203,12 @@ def flush_to(
     Raises:
         InvalidRequest: the bytes are malformed. AnotherModel: they are for another model.
     """
-    if int.from_bytes(data[:4], "little") > 256 * (most + 16):  # a question takes less
-        raise InvalidRequest(f"a flush has {most} questions at most")
-    header, rest = _unframed(data)
-    if header.get("model") != model:
+    flush = Unpacking(data, most)
+    flush.reader.end()
+    if flush.header.get("model") != model:
         raise AnotherModel
-    lengths, names, count, questions = (
-        header.get(name) for name in ("contexts", "adapters", "masks", "questions")
-    )
-    if not (isinstance(lengths, list) and isinstance(names, list) and isinstance(questions, list)):
-        raise InvalidRequest("the flush has no contexts, no adapters or no questions")
-    if len(questions) > most or len(lengths) > 2 * most:
-        raise InvalidRequest(f"a flush has {most} questions at most")
-    if not all(name is None or isinstance(name, str) for name in names):
-        raise InvalidRequest("an adapter of the flush has no name")
-    reader = _Reader(rest)
-    contexts = [
-        reader.take(U4, check_int("a context's length", length, 0, len(rest))).astype(np.int64)
-        for length in lengths
-    ]
-    words = -(-limits.vocab_size // 32)
-    masks = [
-        reader.take(U4, words).view("<i4").astype(np.int32)
-        for _ in range(check_int("masks", count, 0, len(questions)))
-    ]
-    reader.end()
-    adapters = [_tried(partial(bound, name)) for name in names]
-    return [_request_of(limits, each, contexts, adapters, masks) for each in questions]
+    questions = [flush.question(each) for each in flush.questions]
+    return [_tried(partial(_checked, limits, each, bound)) for each in questions]
 
 
 class AnotherModel(InvalidRequest):
@@ -156,106 +228,120 @@ def _tried(make: Callable[[], T]) -> T | GenrtError:
         return error
 
 
-def _request_of(
-    limits: Limits,
-    question: Any,
-    contexts: Sequence[np.ndarray],
-    adapters: Sequence[Adapter | GenrtError | None],
-    masks: Sequence[np.ndarray],
-) -> Question | GenrtError:
-    fields = {"row": 3, "draw": 6, "candidates": 5, "top": 4, "tail": 5, "score": 7}
-    if (
-        not isinstance(question, list)
-        or not question
-        or fields.get(str(question[0])) != len(question)
-    ):
-        raise InvalidRequest("a question of the flush is malformed")
-
-    def one(of: Sequence[T], place: Any) -> T:
-        return of[check_int("a place in a question", place, 0, len(of) - 1)]
-
-    kind, place, number, *more = question
-    context, adapter = one(contexts, place), one(adapters, number)
-    if isinstance(adapter, GenrtError):
-        return adapter
-    make: Callable[[], Question] = partial(row_request, limits, context, adapter)
-    if kind == "candidates":
-        make = partial(
-            candidates_request, limits, context, one(contexts, more[0]), adapter, more[1]
-        )
-    elif kind in ("top", "tail"):
-        make = partial(top_request, limits, context, more[0], adapter, *more[1:])
-    elif kind == "score":
-        make = partial(text_score_request, limits, context, more[0], adapter, *more[1:])
-    elif kind == "draw":
-        heat, seed, place = more
-        if seed is None and heat != 0:
-            raise InvalidRequest("a draw over a connection needs a seed")
-        mask = None if place is None else one(masks, place)
-        make = partial(draw_request, limits, context, adapter, 0, mask, heat, seed)
-    return _tried(make)
-
-
-def answers_of(results: Sequence[Any], versions: dict[str, int]) -> bytes:
-    """Return results and errors as bytes, with the versions of the adapters in use."""
-    failed: dict[str, list[str]] = {}
-    parts: list[bytes] = []
-    for place, result in enumerate(results):
-        if isinstance(result, GenrtError):
-            failed[str(place)] = [type(result).__name__, str(result)]
-        elif isinstance(result, Draw):
-            parts.append(np.array(result, F8).tobytes())
-        elif isinstance(result, TopLogprobs):
-            parts.append(result.token_ids.numpy().astype(I8).tobytes())
-            parts.append(result.logprobs.numpy().astype(F4).tobytes())
-        else:
-            kind = I4 if result.dtype == torch.int32 else F4
-            parts.append(result.numpy().astype(kind, copy=False).tobytes())
-    return _framed({"errors": failed, "adapters": versions}, parts)
-
-
-def answers_to(
-    data: bytes, asked: Sequence[Question], vocab_size: int
-) -> tuple[list[Any], dict[str, int]]:
-    """Return the results that bytes hold, errors among them, and the versions of the adapters. Raises
-    EngineFailed if they are malformed."""
-    try:
-        header, rest = _unframed(data)
-        reader, failed = _Reader(rest), header["errors"]
-        results: list[Any] = [
-            error_of(*failed[str(place)])
-            if str(place) in failed
-            else _read_result(request, reader, vocab_size)
-            for place, request in enumerate(asked)
-        ]
-        reader.end()
-        versions = {str(name): int(version) for name, version in header["adapters"].items()}
-    except (InvalidRequest, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise EngineFailed(f"the server's answer is malformed: {error}") from error
-    return results, versions
-
-
-def _read_result(request: Question, reader: _Reader, vocab_size: int) -> Any:
-    wanted = request.wanted if isinstance(request, ReadRequest) else None
+def _checked(
+    limits: Limits, each: Question, bound: Callable[[str | None], Adapter | None]
+) -> Question:
+    """Return a question of a client with the adapter of this end. Raises GenrtError if it is invalid."""
+    asked = each.adapter
+    if asked is not None and not isinstance(asked.name, str):
+        raise InvalidRequest("an adapter of the flush has no name")
+    adapter = bound(None if asked is None else asked.name)
+    if adapter != asked:
+        raise UnknownAdapter(f"adapter {asked} was replaced on the server: connect again")
+    ids = np.frombuffer(
+        each.row.packed if isinstance(each, ReadRequest) else each.packed, np.uint32
+    )
+    ids = ids.astype(np.int64)
+    if isinstance(each, ScoreRequest):
+        own = each.wanted, each.temperature, each.top
+        return text_score_request(limits, ids, each.start, adapter, *own)
+    wanted = each.wanted if isinstance(each, ReadRequest) else None
     if isinstance(wanted, DrawToken):
-        token_id, logprob, log_mass = reader.take(F8, 3).tolist()
-        if token_id not in range(-1, vocab_size):
-            raise InvalidRequest("a draw's token is outside the vocabulary")
-        return Draw(int(token_id), logprob, log_mass)
-    if isinstance(wanted, TopTokens):
-        return TopLogprobs(
-            _to_tensor(reader.take(I8, wanted.k)), _to_tensor(reader.take(F4, wanted.k))
-        )
-    if isinstance(wanted, TopWithTail):
-        return _to_tensor(reader.take(I4, 2 * wanted.k + 1))
-    if isinstance(request, ScoreRequest) and request.wanted == "top":
-        width = 2 * request.top + 1
-        return _to_tensor(reader.take(I4, len(request) * width)).view(-1, width)
-    if isinstance(request, ScoreRequest):
-        found = _to_tensor(reader.take(F4, len(request) * (1 + (request.wanted == "greedy"))))
-        return found.view(2, -1) if request.wanted == "greedy" else found
-    count = vocab_size if wanted is None else len(wanted.token_ids)  # type: ignore[attr-defined]
-    return _to_tensor(reader.take(F4, count))
+        if wanted.seed is None and wanted.temperature != 0:
+            raise InvalidRequest("a draw over a connection needs a seed")
+        mask = None if wanted.mask is None else np.frombuffer(wanted.mask, I4).astype(np.int32)
+        return draw_request(limits, ids, adapter, 0, mask, wanted.temperature, wanted.seed)
+    if isinstance(wanted, Candidates):
+        return candidates_request(limits, ids, wanted.token_ids, adapter, wanted.temperature)
+    if isinstance(wanted, TopTokens | TopWithTail):
+        heat = wanted.temperature if isinstance(wanted, TopWithTail) else None
+        return top_request(limits, ids, wanted.k, adapter, heat)
+    return row_request(limits, ids, adapter)
+
+
+def answers_of(results: Sequence[Any]) -> bytes:
+    """Return results and errors as bytes."""
+    header, arrays = packed_answers(results)
+    return framed(header, arrays)
+
+
+def packed_answers(results: Sequence[Any]) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Return the header of results and errors, and their numbers by type: all rows are in the last
+    array."""
+    kinds, draws = list[Any](), list[Draw]()
+    columns: dict[torch.dtype, list[Tensor]] = {getattr(torch, name): [] for name in COLUMNS}
+    for result in results:
+        if isinstance(result, Draw):
+            kinds.append("draw")
+            draws.append(result)
+        elif isinstance(result, Tensor):
+            kinds.append([NAMES[result.dtype], *result.shape])
+            columns[result.dtype].append(result if result.ndim == 1 else result.reshape(-1))
+        elif isinstance(result, GenrtError):
+            kinds.append(["error", type(result).__name__, str(result)])
+        else:
+            kinds.append([type(result).__name__, len(result[0])])
+            for part in result:
+                columns[part.dtype].append(part)
+    columns[torch.float64].append(torch.tensor(draws, dtype=torch.float64).reshape(-1))
+    arrays = [
+        (torch.cat(parts).cpu().numpy() if parts else np.empty(0)).astype(kind, copy=False)
+        for kind, parts in zip(COLUMNS.values(), columns.values(), strict=True)
+    ]
+    return {"results": kinds, "sizes": [each.size for each in arrays]}, arrays
+
+
+def unpacked_answers(
+    header: dict[str, Any],
+    reader: Reader,
+    versions: Sequence[int],
+    large: np.ndarray | None = None,
+) -> Iterator[Any]:
+    """Yield results, errors among them. Draws get these versions of the weights. Rows share their memory.
+    ``large`` is the last array, if it is not among the bytes."""
+    sizes = header["sizes"]
+    arrays = [*map(reader.take, COLUMNS.values(), sizes[:-1])]
+    arrays.append(reader.take(F4, sizes[-1]) if large is None else large)
+    own = [each.astype(each.dtype.newbyteorder("=")) for each in arrays]  # copies
+    columns, at = dict(zip(COLUMNS, own, strict=True)), dict.fromkeys(COLUMNS, 0)
+
+    def taken(name: str, count: int) -> np.ndarray:
+        start = at[name]
+        at[name] = start + count
+        return columns[name][start : start + count]
+
+    for kind, version in zip(header["results"], versions, strict=True):
+        if kind == "draw":
+            token_id, *numbers = taken("float64", 3).tolist()
+            yield Draw.of((int(token_id), *numbers), version)
+        elif (name := kind[0]) == "error":
+            yield error_of(*kind[1:])
+        elif name in columns:
+            yield torch.from_numpy(taken(name, prod(kind[1:])).reshape(kind[1:]))
+        else:
+            types = ("int64", "float32", "float32")[: TUPLES[name]]
+            tensors = [torch.from_numpy(taken(each, kind[1]).copy()) for each in types]
+            yield BatchDraw.of(tensors, version) if len(types) == 3 else TopLogprobs(*tensors)
+    if any(at[name] != array.size for name, array in columns.items()):
+        raise InvalidRequest("its arrays are longer than its results")
+
+
+def answers_to(data: bytes, asked: Sequence[Question], vocab_size: int) -> list[Any]:
+    """Return the results that bytes hold, errors among them. Raises EngineFailed if they are
+    malformed."""
+    try:
+        header, rest = unframed(data)
+        reader = Reader(rest)
+        results = [*unpacked_answers(header, reader, [each.weights_version for each in asked])]
+        reader.end()
+        if any(isinstance(each, Draw) and each.token_id >= vocab_size for each in results):
+            raise ValueError("a draw's token is outside the vocabulary")
+    except (
+        *(InvalidRequest, KeyError, TypeError, ValueError, AttributeError),
+        *(IndexError, RuntimeError, StopIteration),
+    ) as error:
+        raise EngineFailed(f"the server's answer is malformed: {error}") from error
+    return results
 
 
 def teacher_bytes(answers: Sequence[TeacherLogprobs]) -> bytes:
@@ -266,7 +352,7 @@ def teacher_bytes(answers: Sequence[TeacherLogprobs]) -> bytes:
     pairs = (
         (part, kind) for each in answers for part, kind in zip(each, (I4, F4, F4), strict=True)
     )
-    return _framed(header, [part.numpy().astype(kind).tobytes() for part, kind in pairs])
+    return framed(header, [part.numpy().astype(kind) for part, kind in pairs])
 
 
 def _to_tensor(numbers: np.ndarray) -> Tensor:
@@ -281,7 +367,7 @@ def error_of(kind: str, message: str) -> GenrtError:
     return made
 
 
-class _Reader:
+class Reader:
     """Reads arrays from bytes, one after the other."""
 
     def __init__(self, data: memoryview) -> None:
@@ -291,11 +377,15 @@ class _Reader:
     def take(self, kind: np.dtype[Any], count: int) -> np.ndarray:
         """Return the next ``count`` numbers. Raises InvalidRequest if there are fewer."""
         size = kind.itemsize * count
-        if size > len(self._data) - self._at:
+        if not 0 <= size <= len(self._data) - self._at:
             raise InvalidRequest("its arrays are shorter than its header says")
         found = np.frombuffer(self._data, kind, count, self._at) if count else np.empty(0, kind)
         self._at += size
         return found
+
+    def array(self, kind: str, shape: Sequence[int]) -> np.ndarray:
+        """Return a copy of the next array."""
+        return self.take(np.dtype(kind), prod(shape)).reshape(shape).copy()
 
     def end(self) -> None:
         """Raise InvalidRequest unless all bytes are read."""
@@ -303,12 +393,14 @@ class _Reader:
             raise InvalidRequest("its arrays are longer than its header says")
 
 
-def _framed(header: dict[str, Any], parts: Sequence[Any]) -> bytes:
+def framed(header: dict[str, Any], arrays: Sequence[np.ndarray | bytes]) -> bytes:
+    """Return a header and arrays as bytes."""
     encoded = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
+    parts = (each if isinstance(each, bytes) else each.tobytes() for each in arrays)
     return b"".join([len(encoded).to_bytes(4, "little"), encoded, *parts])
 
 
-def _unframed(data: bytes) -> tuple[dict[str, Any], memoryview]:
+def unframed(data: bytes) -> tuple[dict[str, Any], memoryview]:
     """Return the header and the bytes after it. Raises InvalidRequest if the header is malformed."""
     view = memoryview(data)
     size = int.from_bytes(view[:4], "little")
