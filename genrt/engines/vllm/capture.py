@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -288,6 +289,31 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         return logits
 
 
+class VerifyingCaptureV1(CaptureV1):
+    """The capture for a V1 runner whose texts have drafts. It installs itself, because vLLM refuses
+    processors there, and sees the last row of every request. On a CPU it verifies drafts by the texts'
+    seeds."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(None, runner.device, False)
+        runner.input_batch.logitsprocs.non_argmax_invariant.append(self)
+        self._verify = runner.rejection_sampler.forward
+        if runner.device.type == "cpu":
+            runner.rejection_sampler.forward = self.verify
+
+    def verify(
+        self, drafts: Any, probs: torch.Tensor | None, logits: torch.Tensor, sampling: Any
+    ) -> Any:
+        """Verify drafts as vLLM does, but leave the process's generator as it was."""
+        generators = {
+            index: torch.Generator().manual_seed(mixed(entry.text.number(), 0))
+            for index, entry in self._batch.items()
+            if entry.text is not None and drafts.num_draft_tokens[index]
+        }
+        with torch.random.fork_rng(devices=()):  # vLLM draws from it even where it has generators
+            return self._verify(drafts, probs, logits, replace(sampling, generators=generators))
+
+
 class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
     """The capture for the V2 runner: rows are re-sorted every step, but requests keep their slot."""
 
@@ -323,20 +349,25 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         slots = ctx.idx_mapping_np
         tickets = self._tickets[slots]
-        rows = np.flatnonzero(tickets >= 0)
-        if not len(rows):
+        places = np.flatnonzero(tickets >= 0)
+        if not len(places):
             return logits
-        if len(slots) != len(logits):
-            raise EngineUnsupported(
-                f"vLLM gave {len(logits)} rows for {len(slots)} requests; speculative decoding is not "
-                "supported"
-            )
-        every = len(rows) == len(slots)
+        every = len(places) == len(logits)
         self.store.put(
-            tickets[rows].tolist(),
-            logits if every else logits[torch.from_numpy(rows).to(logits.device)],
+            tickets[places].tolist(),
+            logits if every else logits[_first_rows(places, len(slots), ctx.expanded_local_pos)],
         )
         return logits
+
+
+def _first_rows(places: np.ndarray, count: int, offsets: torch.Tensor) -> torch.Tensor:
+    """Return the first row, on the device, of each of these places among a step's ``count`` requests: the
+    row before its drafts. ``offsets`` ``[m]`` numbers the rows of each request from 0."""
+    at = moved(torch.from_numpy(places), offsets.device)
+    if count == len(offsets):
+        return at
+    begun = (offsets == 0).cumsum(0)  # how many requests have begun
+    return torch.searchsorted(begun, at + 1)
 
 
 def _rows_of(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -439,6 +470,8 @@ def connect_capture(model_runner: Any) -> tuple[RowStore, DrawnSets]:
     Raises:
         EngineUnsupported: the runner has no capture.
     """
+    if hasattr(model_runner, "input_batch") and hasattr(model_runner, "rejection_sampler"):
+        VerifyingCaptureV1(model_runner)
     capture, sampler = _find(model_runner), model_runner.sampler
     if isinstance(capture, CaptureV2):
         ProcessedLogprobsV2(sampler, capture)

@@ -289,6 +289,7 @@ class VLLMTexts:
         self._has_tokenizer = not config.model_config.skip_tokenizer_init
         self._has_loras = config.lora_config is not None
         self._is_v2 = config.use_v2_model_runner
+        self._has_drafts = config.speculative_config is not None
         self._parsers = ReasoningParsers(config)
         self._structures = GuidedStructures(llm_engine) if self._has_tokenizer else None
         self._spellings = Spellings(self._outputs.tokenizer, config.model_config.get_vocab_size())
@@ -327,6 +328,8 @@ class VLLMTexts:
             return NO_PARSER
         if decoding.sampling_mask is not None and self._sets is None:
             return "sampling_mask needs vLLM's sampler in this process, and it is in a worker"
+        if self._has_drafts and (name := _without_drafts(decoding)) is not None:
+            return f"{name} is not available with a speculative_config: leave one of them out"
         if not self.truncates and (decoding.top_k or decoding.top_p < 1.0):
             return "deterministic=True: vLLM's top-k and top-p kernels cut by the batch: leave them out"
         name = None if self._has_tokenizer else decoding.of_text
@@ -599,6 +602,17 @@ def _error_of(output: EngineCoreOutput, structure: str | None) -> GenrtError:
         f"{structure}: no token can follow. Nothing satisfies it, vLLM cannot compile it, or "
         "bad_words and stop_token_ids rule out every token that it admits: change them"
     )
+
+
+def _without_drafts(decoding: Decoding) -> str | None:
+    """Return an option that vLLM ignores for drafts, or that needs a view of every draw."""
+    used = {
+        "min_p": decoding.min_p > 0.0,
+        "logit_bias": bool(decoding.logit_bias),
+        "sampling_mask": decoding.sampling_mask is not None,
+        "logprobs_mode='processed_logprobs'": decoding.returns_processed,
+    }
+    return next((name for name, is_used in used.items() if is_used), None)
 
 
 def check_v2(params: SamplingParams) -> None:
