@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessor as V1LogitsProcessor
 from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -25,7 +26,7 @@ from genrt.engines.vllm.requests import MASKED, PROCESSED, SEED, TICKET, Masked
 from genrt.errors import EngineUnsupported
 from genrt.questions.completions import DrawnFrom, MaskForm
 from genrt.tokens.rows import AsyncHostCopy, corrected, log_sums, moved, normalised
-from genrt.tokens.sampling import mass_of_sets, mixed, packed_sets, tempered
+from genrt.tokens.sampling import GREEDY_BELOW, mass_of_sets, mixed, packed_sets, tempered
 
 if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
@@ -193,9 +194,9 @@ class _SeededText:
         self._generator = torch.Generator()
         self._numbers: list[int] = []
 
-    def number(self) -> int:
-        """Return the 31-bit number that seeds the draw of the next token."""
-        numbers, place = self._numbers, len(self._token_ids)
+    def number(self, ahead: int = 0) -> int:
+        """Return the 31-bit number that seeds the draw of the next token, or of one further ``ahead``."""
+        numbers, place = self._numbers, len(self._token_ids) + ahead
         while place >= len(numbers):
             if self._seed >= 2**32:  # a CPU generator uses 32 bits of a seed
                 self._generator.manual_seed(mixed(self._seed, len(numbers)))
@@ -222,6 +223,8 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.store, self.sets = RowStore(), DrawnSets()
         self._batch: dict[int, _BatchEntry] = {}
+        # By batch row, the tokens that this step draws before ``draw`` does; ``None``: none.
+        self._ahead: Sequence[int] | None = None
         # The batch's tickets in order and their rows (``None``: all); valid until the batch changes.
         self._layout: tuple[list[int], torch.Tensor | None] | None = None
 
@@ -265,12 +268,23 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         self, logits: torch.Tensor, _: object, k: torch.Tensor | None, p: torch.Tensor | None
     ) -> tuple[torch.Tensor, None]:
         """Draw token ids ``[n]`` with each request's own randomness, in place of vLLM's CPU sampler."""
-        seeds = [0] * len(logits)
-        for index, entry in self._batch.items():
-            if entry.text is not None:
-                seeds[index] = entry.text.number()
+        ahead = self._ahead or [0] * len(logits)
+        return self._drawn(logits, k, p, enumerate(ahead)), None
+
+    def _drawn(
+        self,
+        logits: torch.Tensor,
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+        places: Iterable[tuple[int, int]],
+    ) -> torch.Tensor:
+        """Draw token ids ``[n]``, each for a batch row and the number of tokens drawn before it in this
+        step."""
+        entries = ((self._batch.get(index), ahead) for index, ahead in places)
+        seeds = [e.text.number(ahead) if e and e.text else 0 for e, ahead in entries]
         logits = apply_top_k_top_p(logits, k, p)
-        return torch.ops._C.fused_gumbel_argmax(logits.float(), torch.tensor(seeds)), None
+        found: torch.Tensor = torch.ops._C.fused_gumbel_argmax(logits.float(), torch.tensor(seeds))
+        return found
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         if self._layout is None:
@@ -291,27 +305,69 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
 
 class VerifyingCaptureV1(CaptureV1):
     """The capture for a V1 runner whose texts have drafts. It installs itself, because vLLM refuses
-    processors there, and sees the last row of every request. On a CPU it verifies drafts by the texts'
-    seeds."""
+    processors there, and sees the last row of every request.
+
+    On a CPU it verifies drafts too: vLLM's kernels there lose temperature, top-k and top-p. Every token is
+    drawn as without drafts, and the drafts that equal the draws save steps.
+    """
 
     def __init__(self, runner: Any) -> None:
         super().__init__(None, runner.device, False)
         runner.input_batch.logitsprocs.non_argmax_invariant.append(self)
-        self._verify = runner.rejection_sampler.forward
-        if runner.device.type == "cpu":
-            runner.rejection_sampler.forward = self.verify
+        self._sampler, self._verifier = runner.sampler, runner.rejection_sampler
+        self._vllms, self._on_cpu = self._verifier.forward, runner.device.type == "cpu"
+        self._verifier.forward = self.verify
 
     def verify(
         self, drafts: Any, probs: torch.Tensor | None, logits: torch.Tensor, sampling: Any
     ) -> Any:
-        """Verify drafts as vLLM does, but leave the process's generator as it was."""
-        generators = {
-            index: torch.Generator().manual_seed(mixed(entry.text.number(), 0))
-            for index, entry in self._batch.items()
-            if entry.text is not None and drafts.num_draft_tokens[index]
-        }
-        with torch.random.fork_rng(devices=()):  # vLLM draws from it even where it has generators
-            return self._verify(drafts, probs, logits, replace(sampling, generators=generators))
+        """Return the tokens of a step's requests, in place of vLLM's rejection sampler."""
+        counts = drafts.num_draft_tokens
+        if not any(counts):  # vLLM's top-k fails without a draft
+            return self._sampler(logits, sampling)
+        if not self._on_cpu:
+            return self._vllms(drafts, probs, logits, sampling)
+        logits = logits.float()
+        of_drafts, last = drafts.target_logits_indices, drafts.bonus_logits_indices
+        drawn = self._draw_each(logits[of_drafts], drafts, sampling).tolist()
+        self._ahead = counts
+        own = replace(sampling, max_num_logprobs=None)
+        bonus = self._sampler(logits[last], own, predict_bonus_token=True).sampled_token_ids
+        self._ahead = None
+        token_ids = torch.full((len(counts), drafts.max_spec_len + 1), -1, dtype=torch.int32)
+        expected, at = drafts.draft_token_ids.tolist(), 0
+        for row, count in enumerate(counts):
+            ours, theirs = drawn[at : at + count], expected[at : at + count]
+            right = next((n for n in range(count) if ours[n] != theirs[n]), count)
+            kept = [*ours[: right + 1], *([int(bonus[row, 0])] if right == count else ())]
+            token_ids[row, : len(kept)] = torch.tensor(kept)
+            at += count
+        logprobs = None
+        if sampling.max_num_logprobs is not None:
+            rows = logits, logits[of_drafts], logits[last]
+            logprobs = self._verifier._get_logprobs_tensors(
+                sampling.max_num_logprobs, drafts, *rows, token_ids
+            )
+        return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=logprobs)
+
+    def _draw_each(self, logits: torch.Tensor, drafts: Any, sampling: Any) -> torch.Tensor:
+        """Draw a token at the place of every draft: int64 ``[m]``."""
+        logits = self._verifier.apply_logits_processors(logits, sampling, drafts)
+        likeliest = logits.argmax(dim=-1)
+        if sampling.all_greedy:
+            return likeliest
+        counts = torch.tensor(drafts.num_draft_tokens)
+        requests = torch.arange(len(counts)).repeat_interleave(counts)
+        heats, *cuts = (
+            None if each is None else each[requests]
+            for each in (sampling.temperature, sampling.top_k, sampling.top_p)
+        )
+        is_greedy = heats < GREEDY_BELOW
+        logits = logits / torch.where(is_greedy, 1.0, heats)[:, None]
+        places = [
+            (index, n) for index, count in enumerate(drafts.num_draft_tokens) for n in range(count)
+        ]
+        return torch.where(is_greedy, likeliest, self._drawn(logits, *cuts, places))
 
 
 class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]

@@ -465,7 +465,9 @@ def pad_no_drafts(scheduler: Any) -> None:
     and the CPU build accepts such drafts."""
     if scheduler.num_spec_tokens and scheduler.dynamic_sd_lookup is None:
         # The number of drafts by the number of requests in a step; with such a table vLLM does not pad.
-        scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * (scheduler.max_num_running_reqs + 1)
+        scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * (
+            scheduler.max_num_running_reqs + 1
+        )
 
 
 def keep_blocks_apart(scheduler: Any) -> None:

@@ -525,8 +525,22 @@ class VLLMTexts:
                 due.append(text.with_unread(output))
             else:
                 ended.append((output.request_id, _error_of(output, text.structure)))
-        over = self._read(due, ended, now) if due else []
+        over = [each for part in self._parts(due) for each in self._read(part, ended, now)]
         return ended, over, others
+
+    def _parts(self, outputs: Sequence[EngineCoreOutput]) -> list[list[EngineCoreOutput]]:
+        """Divide outputs into lists to be read one after the other. A streamed reasoning is parsed token
+        by token, and a step with drafts may bring several."""
+        if not self._has_drafts:
+            return [[*outputs]] if outputs else []
+        at_once, parts = list[EngineCoreOutput](), list[list[EngineCoreOutput]]()
+        for output in outputs:
+            text = self._in_progress[output.request_id]
+            if text.reasoning is not None and text.request.streamed:
+                parts += [[each] for each in _single_tokens(output)]
+            else:
+                at_once.append(output)
+        return [at_once, *parts] if at_once else parts
 
     def _read(
         self,
@@ -602,6 +616,19 @@ def _error_of(output: EngineCoreOutput, structure: str | None) -> GenrtError:
         f"{structure}: no token can follow. Nothing satisfies it, vLLM cannot compile it, or "
         "bad_words and stop_token_ids rule out every token that it admits: change them"
     )
+
+
+def _single_tokens(output: EngineCoreOutput) -> list[EngineCoreOutput]:
+    """Return an output for each token of this one; the last one has its end."""
+    singles = [copy(output) for _ in output.new_token_ids[1:]]
+    for each in singles:
+        each.finish_reason = each.stop_reason = None
+    singles.append(output)
+    logprobs = output.new_logprobs
+    for n, (each, token_id) in enumerate(zip(singles, output.new_token_ids, strict=False)):
+        each.new_token_ids = [token_id]
+        each.new_logprobs = None if logprobs is None else logprobs.slice_request(n, 1)
+    return singles
 
 
 def _without_drafts(decoding: Decoding) -> str | None:
