@@ -307,8 +307,8 @@ class VerifyingCaptureV1(CaptureV1):
     """The capture for a V1 runner whose texts have drafts. It installs itself, because vLLM refuses
     processors there, and sees the last row of every request.
 
-    On a CPU it verifies drafts too: vLLM's kernels there lose temperature, top-k and top-p. Every token is
-    drawn as without drafts, and the drafts that equal the draws save steps.
+    On a CPU it verifies drafts too: vLLM's kernels there lose temperature, top-k and top-p. Every token
+    is drawn as without drafts, and the drafts that equal the draws save steps.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -356,17 +356,17 @@ class VerifyingCaptureV1(CaptureV1):
         likeliest = logits.argmax(dim=-1)
         if sampling.all_greedy:
             return likeliest
-        counts = torch.tensor(drafts.num_draft_tokens)
-        requests = torch.arange(len(counts)).repeat_interleave(counts)
-        heats, *cuts = (
-            None if each is None else each[requests]
-            for each in (sampling.temperature, sampling.top_k, sampling.top_p)
-        )
+        counts = drafts.num_draft_tokens
+        requests = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+
+        def of_each(numbers: torch.Tensor | None) -> torch.Tensor | None:
+            return None if numbers is None else numbers[requests]
+
+        heats = sampling.temperature[requests]
         is_greedy = heats < GREEDY_BELOW
         logits = logits / torch.where(is_greedy, 1.0, heats)[:, None]
-        places = [
-            (index, n) for index, count in enumerate(drafts.num_draft_tokens) for n in range(count)
-        ]
+        places = [(index, n) for index, count in enumerate(counts) for n in range(count)]
+        cuts = of_each(sampling.top_k), of_each(sampling.top_p)
         return torch.where(is_greedy, likeliest, self._drawn(logits, *cuts, places))
 
 

@@ -254,10 +254,10 @@ async def test_options_that_need_every_draw_are_refused(
 
 def test_engines_that_cannot_have_drafts_say_so(llama: Path) -> None:
     exact = NGram.random(5, order=1)
-    with pytest.raises(InvalidRequest, match="no options.*speculative_config"):
+    with pytest.raises(InvalidRequest, match=r"no options.*speculative_config"):
         genrt.load(exact, engine="exact", engine_options={"speculative_config": DRAFTS})
     lossy = DRAFTS | {"rejection_sample_method": "synthetic"}
-    with pytest.raises(InvalidRequest, match="synthetic.*distribution"):
+    with pytest.raises(InvalidRequest, match=r"synthetic.*distribution"):
         load(llama, engine_options={"speculative_config": lossy}, **SIZE)
     with pytest.raises(InvalidRequest, match="deterministic"):
         load(llama, engine_options={"speculative_config": DRAFTS}, deterministic=True, **SIZE)
