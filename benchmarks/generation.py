@@ -183,7 +183,9 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         ):
 
             def open_llm() -> LLM:
-                with undisturbed():  # vLLM's CPU build opens once in a process that looks for n-grams
+                with (
+                    undisturbed()
+                ):  # vLLM's CPU build opens once in a process that looks for n-grams
                     return LLM(model, **setup.options)
 
             llm = thread.submit(open_llm).result()
@@ -193,7 +195,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     length = arguments.prompt_tokens
                     own = arguments.repeated or length
                     drawn = [
-                        [chance.randrange(setup.vocab_size) for _ in range(own)] for _ in range(count)
+                        [chance.randrange(setup.vocab_size) for _ in range(own)]
+                        for _ in range(count)
                     ]
                     return [(each * (length // own + 1))[:length] for each in drawn]
 

@@ -330,18 +330,19 @@ class VerifyingCaptureV1(CaptureV1):
         logits = logits.float()
         of_drafts, last = drafts.target_logits_indices, drafts.bonus_logits_indices
         drawn = self._draw_each(logits[of_drafts], drafts, sampling).tolist()
-        self._ahead = counts
-        own = replace(sampling, max_num_logprobs=None)
-        bonus = self._sampler(logits[last], own, predict_bonus_token=True).sampled_token_ids
-        self._ahead = None
-        token_ids = torch.full((len(counts), drafts.max_spec_len + 1), -1, dtype=torch.int32)
-        expected, at = drafts.draft_token_ids.tolist(), 0
-        for row, count in enumerate(counts):
+        own, self._ahead = replace(sampling, max_num_logprobs=None), counts
+        try:
+            bonus = self._sampler(logits[last], own, predict_bonus_token=True).sampled_token_ids
+        finally:
+            self._ahead = None
+        expected, at, kept = drafts.draft_token_ids.tolist(), 0, list[list[int]]()
+        for count, [after] in zip(counts, bonus.tolist(), strict=True):
             ours, theirs = drawn[at : at + count], expected[at : at + count]
             right = next((n for n in range(count) if ours[n] != theirs[n]), count)
-            kept = [*ours[: right + 1], *([int(bonus[row, 0])] if right == count else ())]
-            token_ids[row, : len(kept)] = torch.tensor(kept)
+            found = [*ours, after][: right + 1]
+            kept.append(found + [-1] * (drafts.max_spec_len - right))
             at += count
+        token_ids = torch.tensor(kept, dtype=torch.int32)
         logprobs = None
         if sampling.max_num_logprobs is not None:
             rows = logits, logits[of_drafts], logits[last]

@@ -17,7 +17,7 @@ import genrt
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
-from tests.engines.vllm.small import TOLERANCE, forget, left_over, load
+from tests.engines.vllm.small import TOLERANCE, forget, left_over, load, on_engine
 from tests.inside import engine_of
 
 pytestmark = [
@@ -129,6 +129,12 @@ async def test_rows_and_sequences_do_not_notice_drafts(lm: AsyncLM, plain: Async
         assert torch.allclose(ours, theirs, atol=TOLERANCE)
     assert list(map(drawn, with_drafts)) == list(map(drawn, await texts(plain, ignore_eos=True)))
     assert [each.token_ids[:60] for each in more] == [each.token_ids for each in with_drafts]
+
+
+def test_the_thread_of_the_engine_keeps_its_number_of_threads(lm: AsyncLM, plain: AsyncLM) -> None:
+    """numba sets its own number, of all cores, in the thread that first looks for n-grams."""
+    threads = [on_engine(each, lambda _: torch.get_num_threads()) for each in (lm, plain)]
+    assert threads[0] == threads[1]
 
 
 async def test_drafts_save_steps(lm: AsyncLM) -> None:
