@@ -8,6 +8,8 @@ is ``generate_many``, ``stream`` reads every text as it is drawn. ``ratio`` is v
 mode's: 1.0 is as fast; it is the median over the repeats, with its first and third quartiles. With
 ``--rows``, rows are asked one after the other while texts are drawn: ``steps_a_row`` is how many engine
 steps the slowest waited, ``lost`` how many of the sequences that were resident before are not after.
+With ``--repeated N``, a prompt repeats N random tokens and draws are greedy, so that texts repeat too and
+the n-grams of a ``speculative_config`` in ``--options`` are often right.
 Each result is one JSON object, appended to ``--json``.
 """
 
@@ -29,6 +31,7 @@ from typing import Any
 import genrt
 from benchmarks.checkpoints import SHAPES, checkpoint
 from benchmarks.setups import append, prepared
+from genrt.engines.vllm.process import undisturbed
 from genrt.generation import generate_many
 from genrt.lm import AsyncLM
 
@@ -140,6 +143,7 @@ def parsed() -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=100)
     add("--tokens", type=int, help="drawn for each prompt; default: 100; quick: 8")
     add("--repeats", type=int, help="default: 5; quick: 2")
+    add("--repeated", type=int, default=0, metavar="N", help="tokens that each prompt repeats")
     add("--schema", action="store_true", help="draw JSON of a schema; needs a tokenizer")
     add("--rows", action="store_true", help="ask rows meanwhile, too")
     add("--quick", action="store_true", help="smaller defaults")
@@ -166,7 +170,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         setup = prepared(arguments.model, model, given, max_num_seqs=max(256, most))
         length = arguments.prompt_tokens + arguments.tokens + 2
         setup = setup.sized(length, most * (length // setup.block_size + 2) * 2)
-        options: Options = {"max_tokens": arguments.tokens, "temperature": 1.0}
+        heat = 0.0 if arguments.repeated else 1.0
+        options: Options = {"max_tokens": arguments.tokens, "temperature": heat}
         options |= {"json_schema": SCHEMA} if arguments.schema else {"ignore_eos": True}
         from vllm import LLM
 
@@ -176,14 +181,24 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             asyncio.Runner() as loop,
             genrt.load(model, engine_options=setup.options, cache_bytes=0) as lm,
         ):
-            llm = thread.submit(lambda: LLM(model, **setup.options)).result()
+
+            def open_llm() -> LLM:
+                with (
+                    undisturbed()
+                ):  # vLLM's CPU build opens once in a process that looks for n-grams
+                    return LLM(model, **setup.options)
+
+            llm = thread.submit(open_llm).result()
             for count in arguments.prompts:
 
                 def drawn_prompts(count: int = count) -> list[list[int]]:
-                    return [
-                        [chance.randrange(setup.vocab_size) for _ in range(arguments.prompt_tokens)]
+                    length = arguments.prompt_tokens
+                    own = arguments.repeated or length
+                    drawn = [
+                        [chance.randrange(setup.vocab_size) for _ in range(own)]
                         for _ in range(count)
                     ]
+                    return [(each * (length // own + 1))[:length] for each in drawn]
 
                 samples: dict[str, list[float]] = {}
                 for repeat in range(-1, arguments.repeats):  # the first is for warming up

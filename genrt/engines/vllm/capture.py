@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessor as V1LogitsProcessor
 from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -24,7 +26,7 @@ from genrt.engines.vllm.requests import MASKED, PROCESSED, SEED, TICKET, Masked
 from genrt.errors import EngineUnsupported
 from genrt.questions.completions import DrawnFrom, MaskForm
 from genrt.tokens.rows import AsyncHostCopy, corrected, log_sums, moved, normalised
-from genrt.tokens.sampling import mass_of_sets, mixed, packed_sets, tempered
+from genrt.tokens.sampling import GREEDY_BELOW, mass_of_sets, mixed, packed_sets, tempered
 
 if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
@@ -203,9 +205,9 @@ class _SeededText:
         self._generator = torch.Generator()
         self._numbers: list[int] = []
 
-    def number(self) -> int:
-        """Return the 31-bit number that seeds the draw of the next token."""
-        numbers, place = self._numbers, len(self._token_ids)
+    def number(self, ahead: int = 0) -> int:
+        """Return the 31-bit number that seeds the draw of the next token, or of one further ``ahead``."""
+        numbers, place = self._numbers, len(self._token_ids) + ahead
         while place >= len(numbers):
             if self._seed >= 2**32:  # a CPU generator uses 32 bits of a seed
                 self._generator.manual_seed(mixed(self._seed, len(numbers)))
@@ -232,6 +234,8 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.store, self.sets = RowStore(), DrawnSets()
         self._batch: dict[int, _BatchEntry] = {}
+        # By batch row, the tokens that this step draws before ``draw`` does; ``None``: none.
+        self._ahead: Sequence[int] | None = None
         # The batch's tickets in order and their rows (``None``: all); valid until the batch changes.
         self._layout: tuple[list[int], torch.Tensor | None] | None = None
 
@@ -275,12 +279,23 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         self, logits: torch.Tensor, _: object, k: torch.Tensor | None, p: torch.Tensor | None
     ) -> tuple[torch.Tensor, None]:
         """Draw token ids ``[n]`` with each request's own randomness, in place of vLLM's CPU sampler."""
-        seeds = [0] * len(logits)
-        for index, entry in self._batch.items():
-            if entry.text is not None:
-                seeds[index] = entry.text.number()
+        ahead = self._ahead or [0] * len(logits)
+        return self._drawn(logits, k, p, enumerate(ahead)), None
+
+    def _drawn(
+        self,
+        logits: torch.Tensor,
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+        places: Iterable[tuple[int, int]],
+    ) -> torch.Tensor:
+        """Draw token ids ``[n]``, each for a batch row and the number of tokens drawn before it in this
+        step."""
+        entries = ((self._batch.get(index), ahead) for index, ahead in places)
+        seeds = [e.text.number(ahead) if e and e.text else 0 for e, ahead in entries]
         logits = apply_top_k_top_p(logits, k, p)
-        return torch.ops._C.fused_gumbel_argmax(logits.float(), torch.tensor(seeds)), None
+        found: torch.Tensor = torch.ops._C.fused_gumbel_argmax(logits.float(), torch.tensor(seeds))
+        return found
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         if self._layout is None:
@@ -297,6 +312,74 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         if in_order:
             self.store.put(in_order, logits if rows is None else logits[rows])
         return logits
+
+
+class VerifyingCaptureV1(CaptureV1):
+    """The capture for a V1 runner whose texts have drafts. It installs itself, because vLLM refuses
+    processors there, and sees the last row of every request.
+
+    On a CPU it verifies drafts too: vLLM's kernels there lose temperature, top-k and top-p. Every token
+    is drawn as without drafts, and the drafts that equal the draws save steps.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(None, runner.device, False)
+        runner.input_batch.logitsprocs.non_argmax_invariant.append(self)
+        self._sampler, self._verifier = runner.sampler, runner.rejection_sampler
+        self._vllms, self._on_cpu = self._verifier.forward, runner.device.type == "cpu"
+        self._verifier.forward = self.verify
+
+    def verify(
+        self, drafts: Any, probs: torch.Tensor | None, logits: torch.Tensor, sampling: Any
+    ) -> Any:
+        """Return the tokens of a step's requests, in place of vLLM's rejection sampler."""
+        counts = drafts.num_draft_tokens
+        if not any(counts):  # vLLM's top-k fails without a draft
+            return self._sampler(logits, sampling)
+        if not self._on_cpu:
+            return self._vllms(drafts, probs, logits, sampling)
+        logits = logits.float()
+        of_drafts, last = drafts.target_logits_indices, drafts.bonus_logits_indices
+        drawn = self._draw_each(logits[of_drafts], drafts, sampling).tolist()
+        own, self._ahead = replace(sampling, max_num_logprobs=None), counts
+        try:
+            bonus = self._sampler(logits[last], own, predict_bonus_token=True).sampled_token_ids
+        finally:
+            self._ahead = None
+        expected, at, kept = drafts.draft_token_ids.tolist(), 0, list[list[int]]()
+        for count, [after] in zip(counts, bonus.tolist(), strict=True):
+            ours, theirs = drawn[at : at + count], expected[at : at + count]
+            right = next((n for n in range(count) if ours[n] != theirs[n]), count)
+            found = [*ours, after][: right + 1]
+            kept.append(found + [-1] * (drafts.max_spec_len - right))
+            at += count
+        token_ids = torch.tensor(kept, dtype=torch.int32)
+        logprobs = None
+        if sampling.max_num_logprobs is not None:
+            rows = logits, logits[of_drafts], logits[last]
+            logprobs = self._verifier._get_logprobs_tensors(
+                sampling.max_num_logprobs, drafts, *rows, token_ids
+            )
+        return SamplerOutput(sampled_token_ids=token_ids, logprobs_tensors=logprobs)
+
+    def _draw_each(self, logits: torch.Tensor, drafts: Any, sampling: Any) -> torch.Tensor:
+        """Draw a token at the place of every draft: int64 ``[m]``."""
+        logits = self._verifier.apply_logits_processors(logits, sampling, drafts)
+        likeliest = logits.argmax(dim=-1)
+        if sampling.all_greedy:
+            return likeliest
+        counts = drafts.num_draft_tokens
+        requests = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+
+        def of_each(numbers: torch.Tensor | None) -> torch.Tensor | None:
+            return None if numbers is None else numbers[requests]
+
+        heats = sampling.temperature[requests]
+        is_greedy = heats < GREEDY_BELOW
+        logits = logits / torch.where(is_greedy, 1.0, heats)[:, None]
+        places = [(index, n) for index, count in enumerate(counts) for n in range(count)]
+        cuts = of_each(sampling.top_k), of_each(sampling.top_p)
+        return torch.where(is_greedy, likeliest, self._drawn(logits, *cuts, places))
 
 
 class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
@@ -334,20 +417,25 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         slots = ctx.idx_mapping_np
         tickets = self._tickets[slots]
-        rows = np.flatnonzero(tickets >= 0)
-        if not len(rows):
+        places = np.flatnonzero(tickets >= 0)
+        if not len(places):
             return logits
-        if len(slots) != len(logits):
-            raise EngineUnsupported(
-                f"vLLM gave {len(logits)} rows for {len(slots)} requests; speculative decoding is not "
-                "supported"
-            )
-        every = len(rows) == len(slots)
+        every = len(places) == len(logits)
         self.store.put(
-            tickets[rows].tolist(),
-            logits if every else logits[torch.from_numpy(rows).to(logits.device)],
+            tickets[places].tolist(),
+            logits if every else logits[_first_rows(places, len(slots), ctx.expanded_local_pos)],
         )
         return logits
+
+
+def _first_rows(places: np.ndarray, count: int, offsets: torch.Tensor) -> torch.Tensor:
+    """Return the first row, on the device, of each of these places among a step's ``count`` requests: the
+    row before its drafts. ``offsets`` ``[m]`` numbers the rows of each request from 0."""
+    at = moved(torch.from_numpy(places), offsets.device)
+    if count == len(offsets):
+        return at
+    begun = (offsets == 0).cumsum(0)  # how many requests have begun
+    return torch.searchsorted(begun, at + 1)
 
 
 def _rows_of(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -450,6 +538,8 @@ def connect_capture(model_runner: Any) -> tuple[RowStore, DrawnSets]:
     Raises:
         EngineUnsupported: the runner has no capture.
     """
+    if hasattr(model_runner, "input_batch") and hasattr(model_runner, "rejection_sampler"):
+        VerifyingCaptureV1(model_runner)
     capture, sampler = _find(model_runner), model_runner.sampler
     if isinstance(capture, CaptureV2):
         ProcessedLogprobsV2(sampler, capture)

@@ -106,7 +106,7 @@ class VLLMEngine:
                 core.scheduler,
                 runner,
                 enabled=not own_processors,
-                ahead=not on_cpu,
+                ahead=not on_cpu and config.speculative_config is None,  # without whole graphs
                 device=self.device,
             )
             self._open = OpenRequests(core.scheduler, steps)

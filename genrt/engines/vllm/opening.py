@@ -30,7 +30,7 @@ from genrt.engines.vllm.process import Globals, gloo_on_loopback, undisturbed
 from genrt.engines.vllm.rank import LAUNCHED, Rank
 from genrt.engines.vllm.reasoning import NO_TOKENIZER, ReasoningParsers
 from genrt.engines.vllm.requests import NOT_COMPUTED, as_genrt_error
-from genrt.engines.vllm.scheduler import OpenScheduler
+from genrt.engines.vllm.scheduler import OpenScheduler, pad_no_drafts
 from genrt.engines.vllm.self_check import run_self_check
 from genrt.engines.vllm.steps import shut_down
 from genrt.engines.vllm.structures import check_structures_config
@@ -75,7 +75,12 @@ def open_vllm(
         EngineFailed: vLLM raised any other error; the message contains it.
     """
     check_version(vllm.__version__)
-    own = Globals()
+    if options.get("speculative_config") and (deterministic or rank is not None):
+        where = "deterministic=True" if deterministic else "a model over several ranks"
+        raise InvalidRequest(
+            f"engine_options has a speculative_config, which {where} does not support: leave it out"
+        )
+    own, set_num_threads = Globals(), torch.set_num_threads  # vLLM replaces the latter
     preload = os.environ.get("LD_PRELOAD")
     with own, gloo_on_loopback(), undisturbed():
         envs.disable_envs_cache()  # the process's first engine froze it: read the variables again
@@ -94,6 +99,8 @@ def open_vllm(
             has_residents = config.scheduler_config.scheduler_cls is OpenScheduler
             with capturing_blocks() if has_residents else nullcontext():
                 llm_engine = LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
+            threads = torch.get_num_threads()
+            pad_no_drafts(llm_engine.engine_core.engine_core.scheduler)
         except Exception as error:
             _forget(config, error)
             raise as_genrt_error(error, f"vLLM could not open {checkpoint}") from error
@@ -113,6 +120,9 @@ def open_vllm(
         )
         if deterministic:
             check_same_bits(engine, block_size=config.cache_config.block_size)
+        if torch.get_num_threads() != threads:
+            # numba, which looks for n-grams, has set its own number in this thread by now.
+            set_num_threads(threads)
         engine.start_counting()
     except BaseException:
         engine.close()
@@ -160,8 +170,8 @@ def configure(
     options.setdefault("use_tqdm_on_load", level in ("DEBUG", "INFO"))
     if level is None:
         options.setdefault("log_level", "ERROR")
-    if options.get("speculative_config"):
-        raise EngineUnsupported("speculative decoding gives no next-token rows: leave it out")
+    if drafts := options.get("speculative_config"):
+        _check_drafts(dict(drafts))
     if "seed" in options:
         raise InvalidRequest(
             "engine_options has a seed, with which vLLM would set the generators of the whole process: "
@@ -222,11 +232,22 @@ def configure(
     config.model_config.seed = None  # the workers read it: None leaves all random generators alone
     if config.scheduler_config.scheduler_cls is OpenScheduler:
         config.scheduler_config.async_scheduling = can_be_ahead(config)
-    config.model_config.logits_processors = [
-        *(config.model_config.logits_processors or ()),
-        CaptureV2 if config.use_v2_model_runner else CaptureV1,
-    ]
+    if config.use_v2_model_runner or config.speculative_config is None:
+        config.model_config.logits_processors = [
+            *(config.model_config.logits_processors or ()),
+            CaptureV2 if config.use_v2_model_runner else CaptureV1,
+        ]
     return config
+
+
+def _check_drafts(speculative_config: dict[str, Any]) -> None:
+    """Raise InvalidRequest for a way of verifying drafts that changes the distribution of texts."""
+    method = speculative_config.get("rejection_sample_method", "standard")
+    if method not in ("standard", "block"):
+        raise InvalidRequest(
+            f"speculative_config has the rejection_sample_method {method!r}, which changes the "
+            "distribution of texts: give 'standard' or 'block'"
+        )
 
 
 def can_be_ahead(config: VllmConfig) -> bool:

@@ -23,7 +23,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from genrt.engines.vllm.reassignment import Fork, Reassigner, Reassignment
@@ -76,7 +76,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             or self.aux_output_connector
             or self.use_pp
             or self.is_encoder_decoder
-            or self.num_spec_tokens
+            or self.num_lookahead_tokens
             or self.defer_block_free
         )
 
@@ -389,6 +389,11 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             self.admit()
         return outputs
 
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        super().update_draft_token_ids(draft_token_ids)
+        for request_id in self._open.intersection(draft_token_ids.req_ids):
+            self.requests[request_id].spec_token_ids = []  # its caller chooses the next token
+
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
@@ -453,6 +458,16 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
     def _evict(self, request_id: str) -> None:
         self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
         self._evicted.append(request_id)
+
+
+def pad_no_drafts(scheduler: Any) -> None:
+    """Keep vLLM from padding a new request with drafts that do not exist: its row would not be the last,
+    and the CPU build accepts such drafts."""
+    if scheduler.num_spec_tokens and scheduler.dynamic_sd_lookup is None:
+        # The number of drafts by the number of requests in a step; with such a table vLLM does not pad.
+        scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * (
+            scheduler.max_num_running_reqs + 1
+        )
 
 
 def keep_blocks_apart(scheduler: Any) -> None:

@@ -362,8 +362,12 @@ class CoreSteps:
         if self._can_be_ahead and only_texts and self._without_rows > PATIENCE:
             return _outputs_of(self._ahead(self._scheduler))
         if self.is_ahead:
-            return _outputs_of(self._finished(self._scheduler))
-        return _outputs_of(self._core.step()[0])
+            outputs = self._finished(self._scheduler)
+        else:
+            outputs, is_executed = self._core.step()
+            if is_executed:
+                self._take_drafts(self._scheduler)
+        return _outputs_of(outputs)
 
     @property
     def is_ahead(self) -> bool:
@@ -398,7 +402,18 @@ class CoreSteps:
     def _finished(self, scheduler: OpenScheduler) -> Any:
         """Wait for the step under way and return its outputs, without scheduling another step."""
         future, output, _ = self._core.batch_queue.pop()
-        return scheduler.update_from_output(output, future.result())
+        outputs = scheduler.update_from_output(output, future.result())
+        self._take_drafts(scheduler)
+        return outputs
+
+    def _take_drafts(self, scheduler: OpenScheduler) -> None:
+        """Schedule the drafts that the last step made for texts. vLLM does so itself only while no step
+        may be scheduled ahead."""
+        if not scheduler.num_spec_tokens:
+            return
+        drafts = self._core.model_executor.take_draft_token_ids()
+        if drafts is not None:
+            scheduler.update_draft_token_ids(drafts)
 
 
 def _outputs_of(outputs: Any) -> Sequence[EngineCoreOutput]:

@@ -103,11 +103,21 @@ class _GuidedGrammar(StructuredOutputGrammar):  # type: ignore[misc]
     def validate_tokens(self, tokens: list[int]) -> list[int]:
         count = 0
         for token in tokens:
-            if not self._guide.took(token):
+            if not self._may_follow(token):
                 break
+            self._guide.took(token)
             count += 1
         self._guide.take_back(count)
         return tokens[:count]
+
+    def _may_follow(self, token: int) -> bool:
+        """Return whether a token may come next, without taking it: a wrong one would end the guide."""
+        if self._guide.is_over:
+            return True
+        try:
+            return bool(int(self._guide.words()[token // 32]) >> token % 32 & 1)
+        except InvalidRequest:
+            return False
 
     def rollback(self, num_tokens: int) -> None:
         self._guide.take_back(num_tokens)

@@ -291,6 +291,7 @@ class VLLMTexts:
         self._has_tokenizer = not config.model_config.skip_tokenizer_init
         self._has_loras = config.lora_config is not None
         self._is_v2 = config.use_v2_model_runner
+        self._has_drafts = config.speculative_config is not None
         self._parsers = ReasoningParsers(config)
         self._structures = GuidedStructures(llm_engine) if self._has_tokenizer else None
         self._spellings = Spellings(self._outputs.tokenizer, config.model_config.get_vocab_size())
@@ -329,6 +330,8 @@ class VLLMTexts:
             return NO_PARSER
         if decoding.sampling_mask is not None and self._sets is None:
             return "sampling_mask needs vLLM's sampler in this process, and it is in a worker"
+        if self._has_drafts and (name := _without_drafts(decoding)) is not None:
+            return f"{name} is not available with a speculative_config: leave one of them out"
         if not self.truncates and (decoding.top_k or decoding.top_p < 1.0):
             return "deterministic=True: vLLM's top-k and top-p kernels cut by the batch: leave them out"
         name = None if self._has_tokenizer else decoding.of_text
@@ -524,8 +527,22 @@ class VLLMTexts:
                 due.append(text.with_unread(output))
             else:
                 ended.append((output.request_id, _error_of(output, text.structure)))
-        over = self._read(due, ended, now) if due else []
+        over = [each for part in self._parts(due) for each in self._read(part, ended, now)]
         return ended, over, others
+
+    def _parts(self, outputs: Sequence[EngineCoreOutput]) -> list[list[EngineCoreOutput]]:
+        """Divide outputs into lists to be read one after the other. A streamed reasoning is parsed token
+        by token, and a step with drafts may bring several."""
+        if not self._has_drafts:
+            return [[*outputs]] if outputs else []
+        at_once, parts = list[EngineCoreOutput](), list[list[EngineCoreOutput]]()
+        for output in outputs:
+            text = self._in_progress[output.request_id]
+            if text.reasoning is not None and text.request.streamed:
+                parts += [[each] for each in _single_tokens(output)]
+            else:
+                at_once.append(output)
+        return [at_once, *parts] if at_once else parts
 
     def _read(
         self,
@@ -601,6 +618,30 @@ def _error_of(output: EngineCoreOutput, structure: str | None) -> GenrtError:
         f"{structure}: no token can follow. Nothing satisfies it, vLLM cannot compile it, or "
         "bad_words and stop_token_ids rule out every token that it admits: change them"
     )
+
+
+def _single_tokens(output: EngineCoreOutput) -> list[EngineCoreOutput]:
+    """Return an output for each token of this one; the last one has its end."""
+    singles = [copy(output) for _ in output.new_token_ids[1:]]
+    for each in singles:
+        each.finish_reason = each.stop_reason = None
+    singles.append(output)
+    logprobs = output.new_logprobs
+    for n, (each, token_id) in enumerate(zip(singles, output.new_token_ids, strict=False)):
+        each.new_token_ids = [token_id]
+        each.new_logprobs = None if logprobs is None else logprobs.slice_request(n, 1)
+    return singles
+
+
+def _without_drafts(decoding: Decoding) -> str | None:
+    """Return an option that vLLM ignores for drafts, or that needs a view of every draw."""
+    used = {
+        "min_p": decoding.min_p > 0.0,
+        "logit_bias": bool(decoding.logit_bias),
+        "sampling_mask": decoding.sampling_mask is not None,
+        "logprobs_mode='processed_logprobs'": decoding.returns_processed,
+    }
+    return next((name for name, is_used in used.items() if is_used), None)
 
 
 def check_v2(params: SamplingParams) -> None:

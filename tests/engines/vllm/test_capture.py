@@ -70,8 +70,11 @@ def swap(one: int, other: int) -> Any:
     return one, other, MoveDirectionality.SWAP
 
 
-def context(*slots: int) -> Any:
-    return SimpleNamespace(idx_mapping_np=np.array(slots, dtype=np.int32))
+def context(*slots: int, offsets: list[int] | None = None) -> Any:
+    return SimpleNamespace(
+        idx_mapping_np=np.array(slots, dtype=np.int32),
+        expanded_local_pos=torch.tensor(offsets or [0] * len(slots), dtype=torch.int32),
+    )
 
 
 @pytest.mark.promise(number=3)
@@ -115,12 +118,17 @@ def test_v1_against_vllms_own_persistent_batch_rules(data: st.DataObject) -> Non
     assert taken(capture.store, *reversed(present)) == present[::-1]
 
 
-@pytest.mark.promise(number=24)
-def test_v2_refuses_more_rows_than_requests() -> None:
-    capture = v2()
-    capture.add_request(0, params(1))
-    with pytest.raises(EngineUnsupported, match="speculative"):
-        capture.apply(logits_of(1, 1), context(0))
+@pytest.mark.parametrize("slots", [[0], [0, 1, 2], [2, 0, 1], [3, 1, 0, 2]], ids=str)
+def test_v2_takes_the_first_row_of_a_request_whatever_drafts_others_have(slots: list[int]) -> None:
+    """The requests of slots 1 and 3 are texts with two drafts and one."""
+    capture, drafts = v2(), {1: 2, 3: 1}
+    for slot in range(4):
+        capture.add_request(slot, params(None if slot in drafts else slot))
+    rows = [slot for slot in slots for _ in range(1 + drafts.get(slot, 0))]
+    offsets = [n for slot in slots for n in range(1 + drafts.get(slot, 0))]
+    capture.apply(logits_of(*rows), context(*slots, offsets=offsets))
+    present = [slot for slot in slots if slot not in drafts]
+    assert taken(capture.store, *present[::-1]) == present[::-1]
 
 
 @pytest.mark.promise(number=3)

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from vllm.v1.outputs import LogprobsLists
 
 import genrt
 from genrt.engines.vllm.reasoning import Reasoning, ReasoningParsers
@@ -18,7 +20,7 @@ from genrt.generation import generate_many_sync
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion, CompletionRequest, Decoding
 from tests.engines.vllm.small import left_over
-from tests.inside import engine_of
+from tests.inside import engine_of, texts_of
 from tests.small_models import make_llama, make_tokenizer
 
 pytestmark = pytest.mark.vllm
@@ -95,8 +97,40 @@ async def test_a_chat_tells_its_reasoning_apart(lm: AsyncLM) -> None:
     assert sum(await asyncio.gather(*map(check, range(12)))) > 2
 
 
+def in_pairs(take: Any) -> Any:
+    """The texts' ``take``, but for outputs that come two by two, as with drafts."""
+    held: dict[str, Any] = {}
+
+    def taking(outputs: Any) -> Any:
+        paired = []
+        for output in outputs:
+            before = held.pop(output.request_id, None)
+            if before is not None:
+                output.new_token_ids = before.new_token_ids + output.new_token_ids
+                output.prefill_stats = before.prefill_stats
+                parts = (each.new_logprobs[:3] for each in (before, output))
+                several = [np.concatenate(each) for each in zip(*parts, strict=True)]
+                output.new_logprobs = LogprobsLists(*several)
+            elif output.finish_reason is None:
+                held[output.request_id] = output
+                continue
+            paired.append(output)
+        return take(paired)
+
+    return taking
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["single tokens", "pairs"])
 @pytest.mark.parametrize("stop", [[], ["e"], ["a", "er"]], ids=str)
-async def test_a_stream_brings_what_a_chat_tells_apart(lm: AsyncLM, stop: list[str]) -> None:
+async def test_a_stream_brings_what_a_chat_tells_apart(
+    lm: AsyncLM, stop: list[str], drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if drafts:
+        texts = texts_of(engine_of(lm))
+        monkeypatch.setattr(texts, "_has_drafts", True)
+        monkeypatch.setattr("genrt.engines.vllm.texts._without_drafts", lambda _: None)
+        monkeypatch.setattr(texts, "take", in_pairs(texts.take))
+
     async def check(seed: int) -> bool:
         options: dict[str, Any] = ENDS_LATER | {"seed": seed, "stop": stop, "logprobs": 1}
         async with lm.stream_chat(ASKED, **options) as stream:

@@ -393,8 +393,6 @@ def test_what_cannot_be_opened_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(InvalidRequest, match="no_such_option"):
         load(llama, no_such_option=1)
-    with pytest.raises(EngineUnsupported, match="speculative"):
-        load(llama, speculative_config={"method": "ngram"})
     with pytest.raises(ModelNotFound):
         load(tmp_path / "absent")
     with pytest.raises(ModelNotFound):
