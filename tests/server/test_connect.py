@@ -580,15 +580,18 @@ def test_answers_arrive_as_they_were_sent_or_not_at_all(asked: list[Any], cut: i
 
 
 @pytest.mark.parametrize(
-    ("wanted", "result"),
+    ("wanted", "result", "message"),
     [
-        (DrawToken(None, seed=3), Draw(4, -0.5, -0.5)),
-        (DrawToken(None, seed=3), Draw(math.nan, -0.5, -0.5)),  # type: ignore[arg-type]
+        (DrawToken(None, seed=3), Draw(4, -0.5, -0.5), "outside the vocabulary"),
+        (DrawToken(None, seed=3), Draw(math.nan, -0.5, -0.5), "malformed"),  # type: ignore[arg-type]
+        (None, torch.zeros(3), "a row has the shape"),
+        (None, torch.zeros(2, 4), "a row has the shape"),
     ],
 )
-def test_a_token_that_is_not_in_the_vocabulary_is_no_answer(wanted: Any, result: Any) -> None:
-    asked = ReadRequest(LogprobsRequest((1, 2)), wanted)
-    with pytest.raises(EngineFailed, match="malformed"):
+def test_an_answer_for_another_vocabulary_is_none(wanted: Any, result: Any, message: str) -> None:
+    row = LogprobsRequest((1, 2))
+    asked = row if wanted is None else ReadRequest(row, wanted)
+    with pytest.raises(EngineFailed, match=message):
         answers_to(answers_of([result]), [asked], 4)
 
 

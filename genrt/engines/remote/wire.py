@@ -334,8 +334,12 @@ def answers_to(data: bytes, asked: Sequence[Question], vocab_size: int) -> list[
         reader = Reader(rest)
         results = [*unpacked_answers(header, reader, [each.weights_version for each in asked])]
         reader.end()
-        if any(isinstance(each, Draw) and each.token_id >= vocab_size for each in results):
-            raise ValueError("a draw's token is outside the vocabulary")
+        for question, result in zip(asked, results, strict=True):
+            is_row = isinstance(question, LogprobsRequest) and isinstance(result, Tensor)
+            if is_row and result.shape != (vocab_size,):
+                raise ValueError(f"a row has the shape {list(result.shape)}")
+            if isinstance(result, Draw) and result.token_id >= vocab_size:
+                raise ValueError("a draw's token is outside the vocabulary")
     except (
         *(InvalidRequest, KeyError, TypeError, ValueError, AttributeError),
         *(IndexError, RuntimeError, StopIteration),
