@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import traceback
 from contextlib import nullcontext
 from pathlib import Path
@@ -80,7 +81,7 @@ def open_vllm(
         raise InvalidRequest(
             f"engine_options has a speculative_config, which {where} does not support: leave it out"
         )
-    own, set_num_threads = Globals(), torch.set_num_threads  # vLLM replaces the latter
+    own = Globals()
     preload = os.environ.get("LD_PRELOAD")
     with own, gloo_on_loopback(), undisturbed():
         envs.disable_envs_cache()  # the process's first engine froze it: read the variables again
@@ -99,7 +100,6 @@ def open_vllm(
             has_residents = config.scheduler_config.scheduler_cls is OpenScheduler
             with capturing_blocks() if has_residents else nullcontext():
                 llm_engine = LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
-            threads = torch.get_num_threads()
             pad_no_drafts(llm_engine.engine_core.engine_core.scheduler)
         except Exception as error:
             _forget(config, error)
@@ -120,9 +120,6 @@ def open_vllm(
         )
         if deterministic:
             check_same_bits(engine, block_size=config.cache_config.block_size)
-        if torch.get_num_threads() != threads:
-            # numba, which looks for n-grams, has set its own number in this thread by now.
-            set_num_threads(threads)
         engine.start_counting()
     except BaseException:
         engine.close()
@@ -172,6 +169,7 @@ def configure(
         options.setdefault("log_level", "ERROR")
     if drafts := options.get("speculative_config"):
         _check_drafts(dict(drafts))
+        _start_numba()
     if "seed" in options:
         raise InvalidRequest(
             "engine_options has a seed, with which vLLM would set the generators of the whole process: "
@@ -248,6 +246,16 @@ def _check_drafts(speculative_config: dict[str, Any]) -> None:
             f"speculative_config has the rejection_sample_method {method!r}, which changes the "
             "distribution of texts: give 'standard' or 'block'"
         )
+
+
+def _start_numba() -> None:
+    """Have numba, with which vLLM looks for n-grams, start its threads from a thread of its own: it sets
+    the number of OpenMP threads of the one that does."""
+    import numba
+
+    thread = threading.Thread(target=numba.set_num_threads, args=(1,))
+    thread.start()
+    thread.join()
 
 
 def can_be_ahead(config: VllmConfig) -> bool:
