@@ -428,6 +428,8 @@ class _Question:
         place: the context's at the call.
         after: where a context will be that appends the answered block; it counts as one that extends it.
         added: how many tokens follow the sequence of ``place``.
+        extends: whether the engine may find the sequence by the answered one: it has one token more, or
+            before a block any number, since a step reads the row before the block from its own tokens.
         token: the only one of them; or else ``words`` has the whole sequence, uint32 ``[n]``, with the
             block but for its last token.
         mask: packed, int32, or with ``has_state`` a constraint's state; ``None`` allows every token.
@@ -440,6 +442,7 @@ class _Question:
         "answer",
         "block",
         "context",
+        "extends",
         "flush",
         "has_state",
         "kind",
@@ -475,7 +478,8 @@ class _Question:
         self.has_state = mask is not None and type(mask) is not torch.Tensor
         self.token = 0
         self.words: np.ndarray | None = None
-        if added == 1 and block is None and place[0] is not None:
+        self.extends = place[0] is not None and (added == 1 or (block is not None and added > 1))
+        if self.extends and block is None:
             self.token = tail[0]
         else:
             words = context._words()
@@ -663,8 +667,8 @@ async def _ask_together(
     """Answer questions of one kind. The contexts of draws and rows then extend the answered
     sequences."""
     adapter, heat, is_block = group[0].kind
-    known = [each for each in group if _extends(each)]
-    new = [each for each in group if not _extends(each)] if len(known) < len(group) else []
+    known = [each for each in group if each.extends]
+    new = [each for each in group if not each.extends] if len(known) < len(group) else []
     sequences: list[tuple[list[_Question], Contexts, Origins | None]] = []
     if known:
         sequences.append(_extensions(known))
@@ -717,14 +721,6 @@ async def _ask_together(
             over.append(answered.handle)
     if over:
         runtime.give_back(over)
-
-
-def _extends(question: _Question) -> bool:
-    """Return whether the engine may find the sequence by the answered one that it extends: by a token, or
-    before a block by any number, since a step reads the row before the block from its own tokens."""
-    if question.block is None:
-        return question.words is None
-    return question.place[0] is not None and question.added > 0
 
 
 def _each(found: list[torch.Tensor] | BatchDraw) -> Iterable[torch.Tensor | Draw]:

@@ -32,7 +32,7 @@ from genrt.cluster.actors import Gone
 from genrt.cluster.replica import Facts, Settings, stored
 from genrt.cluster.routing import Router
 from genrt.engines.protocol import EngineStatistics, Finished, ReplicaStatistics
-from genrt.engines.remote.flushes import Answers, FarEnd, HandleNumbers, ends_of
+from genrt.engines.remote.flushes import Answers, FarEnd, HandleNumbers, unpacked_ends
 from genrt.engines.remote.wire import KINDS, unpacked_tokenizer
 from genrt.engines.weights import SLEEPING_PARTS, Layout, NamedTensors, SleepingPart
 from genrt.errors import (
@@ -305,7 +305,7 @@ class ReplicaEngine:
         def version_of(ticket: int) -> int:
             return asked[ticket].weights_version if ticket in asked else 0
 
-        ends, told, counters = ends_of(message, version_of)
+        ends, told, counters = unpacked_ends(message, version_of)
         replica.counted = EngineStatistics(*counters)
         for ticket, part in told:
             if ticket in asked:

@@ -23,7 +23,7 @@ import torch
 
 from genrt.engines.folders import Folder
 from genrt.engines.protocol import EngineStatistics, check_supported, survived
-from genrt.engines.remote.flushes import Answers, NearEnd, answers_of
+from genrt.engines.remote.flushes import Answers, NearEnd, packed_ends
 from genrt.engines.remote.wire import Unpacking, packed_tokenizer
 from genrt.engines.weights import set_version, weights_of
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
@@ -39,7 +39,6 @@ from genrt.runtime.streams import NativeFlow
 
 StoredTensors = Sequence[tuple[str, str, np.ndarray]]
 """Tensors for an object store: the name, torch's name of the type, and the numbers, maybe as bytes."""
-
 
 COUNTERS = attrgetter(*(each.name for each in fields(EngineStatistics)))
 
@@ -149,7 +148,7 @@ class Replica:
             self.do("statistics")
             with self._lock:
                 found = self._answers()
-        return answers_of(*found, COUNTERS(self._lm._thread.statistics()))
+        return packed_ends(*found, COUNTERS(self._lm._thread.statistics()))
 
     def _has_news(self) -> bool:
         return bool(self._ends or self._told or self._failed)

@@ -96,7 +96,7 @@ def are_drawn_together(laws: Sequence[Law]) -> bool:
     return len({(id(each.lm), each.adapter) for each in laws}) == 1
 
 
-def product(laws: Sequence[Law], rows: Sequence[Tensor]) -> Tensor:
+def product_of_rows(laws: Sequence[Law], rows: Sequence[Tensor]) -> Tensor:
     """Return the log-weights of tokens by several laws, as ``sampling.product`` does: ``[n, V]`` on the
     device of the first rows."""
     factors = [each.to(rows[0].device) for each in rows]

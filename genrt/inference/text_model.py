@@ -76,7 +76,7 @@ from genrt.inference.laws import (
     are_drawn_together,
     check_finite,
     checked_laws,
-    product,
+    product_of_rows,
     product_of_sums,
 )
 from genrt.inference.model import DEAD
@@ -513,7 +513,7 @@ class TextModel:
         rows, masks = await self._rows(populations, places, traces)
 
         def weigh() -> Floats:
-            found: Floats = product(self._drawing_laws, rows).cpu().double().numpy()
+            found: Floats = product_of_rows(self._drawing_laws, rows).cpu().double().numpy()
             if masks is not None:
                 allowed = unpacked(masks.numpy().view(np.uint32), found.shape[1])
                 found[~allowed.numpy()] = -math.inf
@@ -577,7 +577,7 @@ class TextModel:
     ) -> tuple[Floats, Floats]:
         """Return the tokens' weights ``[n, V]``, 0 where the constraint is not checked, with the sum of
         all stop tokens at the end token; and the weight of each stop token, in order."""
-        log_weights = product(laws, rows).cpu().double()
+        log_weights = product_of_rows(laws, rows).cpu().double()
         check_finite(log_weights.numpy())
         weights: Floats = log_weights.exp().numpy()
         distinct = {id(state): state for state in states}
@@ -800,7 +800,7 @@ def _draw_from_product(
 ) -> sampling.BatchDraw:
     """Draw from the product of laws under masks; a mass is the sum of all allowed weights."""
     return sampling.draw(
-        product(laws, rows),
+        product_of_rows(laws, rows),
         mask=None if masks is None else masks.view(torch.uint8),
         uniforms=sampling.seeded_uniforms(seeds),
     )

@@ -18,7 +18,7 @@ from genrt.cluster.engine import MOST_ASKED, ReplicaEngine
 from genrt.cluster.replica import Facts, Settings
 from genrt.engines.adapters import CONFIG_NAME
 from genrt.engines.protocol import EngineStatistics
-from genrt.engines.remote.flushes import NearEnd, answers_of
+from genrt.engines.remote.flushes import NearEnd, packed_ends
 from genrt.engines.remote.wire import Unpacking, packed_tokenizer
 from genrt.engines.weights import SLEEPING_PARTS, SleepingPart
 from genrt.errors import EngineDied, EngineFailed, InvalidAdapter, InvalidRequest
@@ -53,7 +53,7 @@ class Scripted:
         if self.listeners:
             listener, _ = self.listeners.popleft()
             ends, self.ends = self.ends, []
-            listener.set_result(answers_of(ends, [], astuple(EngineStatistics(steps=1))))
+            listener.set_result(packed_ends(ends, [], astuple(EngineStatistics(steps=1))))
 
 
 class ScriptedReplicas:

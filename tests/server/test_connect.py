@@ -583,9 +583,18 @@ def test_answers_arrive_as_they_were_sent_or_not_at_all(asked: list[Any], cut: i
     ("wanted", "result", "message"),
     [
         (DrawToken(None, seed=3), Draw(4, -0.5, -0.5), "outside the vocabulary"),
-        (DrawToken(None, seed=3), Draw(math.nan, -0.5, -0.5), "malformed"),  # type: ignore[arg-type]
-        (None, torch.zeros(3), "a row has the shape"),
-        (None, torch.zeros(2, 4), "a row has the shape"),
+        (DrawToken(None, seed=3), Draw(math.nan, -0.5, -0.5), "outside the vocabulary"),  # type: ignore[arg-type]
+        (DrawToken(None, seed=3), Draw(-2, -0.5, -0.5), "outside the vocabulary"),
+        (DrawToken(None, seed=3), torch.zeros(4), "another form"),
+        (
+            TopTokens(2),
+            TopLogprobs(torch.zeros(1, dtype=torch.int64), torch.zeros(1)),
+            "another form",
+        ),
+        (TopWithTail(1), torch.zeros(3), "another form"),
+        (Candidates((1, 2)), torch.zeros(4), "another form"),
+        (None, torch.zeros(3), "another form"),
+        (None, torch.zeros(2, 4), "another form"),
     ],
 )
 def test_an_answer_for_another_vocabulary_is_none(wanted: Any, result: Any, message: str) -> None:

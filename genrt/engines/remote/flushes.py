@@ -203,7 +203,7 @@ class Answers(NamedTuple):
     told: list[tuple[int, Told]]
 
 
-def answers_of(
+def packed_ends(
     ends: Sequence[tuple[int, Any]], told: list[tuple[int, Told]], counters: Sequence[float]
 ) -> bytes | Answers:
     """Return the results of tickets: as bytes, which Ray sends fastest, if there is nothing else."""
@@ -220,7 +220,7 @@ def answers_of(
     return data if large is None and not others and not told else Answers(data, large, others, told)
 
 
-def ends_of(
+def unpacked_ends(
     message: bytes | Answers, version_of: Callable[[int], int]
 ) -> tuple[list[tuple[int, Any]], list[tuple[int, Told]], list[Any]]:
     """Return the results by ticket, the parts of streams by ticket, and the counters. ``version_of``

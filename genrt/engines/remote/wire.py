@@ -297,30 +297,30 @@ def unpacked_answers(
     versions: Sequence[int],
     large: np.ndarray | None = None,
 ) -> Iterator[Any]:
-    """Yield results, errors among them. Draws get these versions of the weights. Rows share their memory.
-    ``large`` is the last array, if it is not among the bytes."""
+    """Yield results, errors among them, each in memory of its own. Draws get these versions of the
+    weights. ``large`` is the last array, if it is not among the bytes."""
     sizes = header["sizes"]
     arrays = [*map(reader.take, COLUMNS.values(), sizes[:-1])]
     arrays.append(reader.take(F4, sizes[-1]) if large is None else large)
-    own = [each.astype(each.dtype.newbyteorder("=")) for each in arrays]  # copies
-    columns, at = dict(zip(COLUMNS, own, strict=True)), dict.fromkeys(COLUMNS, 0)
+    columns, at = dict(zip(COLUMNS, arrays, strict=True)), dict.fromkeys(COLUMNS, 0)
 
     def taken(name: str, count: int) -> np.ndarray:
         start = at[name]
         at[name] = start + count
-        return columns[name][start : start + count]
+        return columns[name][start : start + count].astype(name)
 
     for kind, version in zip(header["results"], versions, strict=True):
         if kind == "draw":
-            token_id, *numbers = taken("float64", 3).tolist()
-            yield Draw.of((int(token_id), *numbers), version)
+            number, *others = taken("float64", 3).tolist()
+            token_id = int(number) if number >= -1 else -2  # also NaN
+            yield Draw.of((token_id, *others), version)
         elif (name := kind[0]) == "error":
             yield error_of(*kind[1:])
         elif name in columns:
             yield torch.from_numpy(taken(name, prod(kind[1:])).reshape(kind[1:]))
         else:
             types = ("int64", "float32", "float32")[: TUPLES[name]]
-            tensors = [torch.from_numpy(taken(each, kind[1]).copy()) for each in types]
+            tensors = [torch.from_numpy(taken(each, kind[1])) for each in types]
             yield BatchDraw.of(tensors, version) if len(types) == 3 else TopLogprobs(*tensors)
     if any(at[name] != array.size for name, array in columns.items()):
         raise InvalidRequest("its arrays are longer than its results")
@@ -335,17 +335,35 @@ def answers_to(data: bytes, asked: Sequence[Question], vocab_size: int) -> list[
         results = [*unpacked_answers(header, reader, [each.weights_version for each in asked])]
         reader.end()
         for question, result in zip(asked, results, strict=True):
-            is_row = isinstance(question, LogprobsRequest) and isinstance(result, Tensor)
-            if is_row and result.shape != (vocab_size,):
-                raise ValueError(f"a row has the shape {list(result.shape)}")
-            if isinstance(result, Draw) and result.token_id >= vocab_size:
+            if isinstance(result, Draw) and result.token_id not in range(-1, vocab_size):
                 raise ValueError("a draw's token is outside the vocabulary")
+            if not isinstance(result, GenrtError) and not _fits(question, result, vocab_size):
+                raise ValueError("an answer has another form than its question asks for")
     except (
         *(InvalidRequest, KeyError, TypeError, ValueError, AttributeError),
         *(IndexError, RuntimeError, StopIteration),
     ) as error:
         raise EngineFailed(f"the server's answer is malformed: {error}") from error
     return results
+
+
+def _fits(question: Question, result: Any, vocab_size: int) -> bool:
+    """Return whether a result has the type and the shape of an answer to this question."""
+    wanted = question.wanted if isinstance(question, ReadRequest) else None
+    if isinstance(wanted, DrawToken):
+        return isinstance(result, Draw)
+    if isinstance(wanted, TopTokens):
+        return isinstance(result, TopLogprobs) and len(result.token_ids) == wanted.k
+    kind, shape = torch.float32, [vocab_size]
+    if isinstance(wanted, TopWithTail):
+        kind, shape = torch.int32, [2 * wanted.k + 1]
+    elif isinstance(wanted, Candidates):
+        shape = [len(wanted.token_ids)]
+    elif isinstance(question, ScoreRequest):
+        shape = [2, len(question)] if question.wanted == "greedy" else [len(question)]
+        if question.wanted == "top":
+            kind, shape = torch.int32, [len(question), 2 * question.top + 1]
+    return isinstance(result, Tensor) and result.dtype == kind and [*result.shape] == shape
 
 
 def teacher_bytes(answers: Sequence[TeacherLogprobs]) -> bytes:
@@ -357,11 +375,6 @@ def teacher_bytes(answers: Sequence[TeacherLogprobs]) -> bytes:
         (part, kind) for each in answers for part, kind in zip(each, (I4, F4, F4), strict=True)
     )
     return framed(header, [part.numpy().astype(kind) for part, kind in pairs])
-
-
-def _to_tensor(numbers: np.ndarray) -> Tensor:
-    """Return a copy of the numbers in the byte order of this machine."""
-    return torch.from_numpy(numbers.astype(numbers.dtype.newbyteorder("=")))
 
 
 def error_of(kind: str, message: str) -> GenrtError:
