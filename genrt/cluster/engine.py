@@ -73,6 +73,7 @@ class _ReplicaRecord:
         asked: its unanswered questions, by ticket.
         heard: when its last answers came.
         calls: how many messages have not returned, of so many that were ``sent``.
+        early: answers that came before earlier ones, by number; so many have been ``taken``.
         gone: collected populations, for its next message.
     """
 
@@ -86,6 +87,8 @@ class _ReplicaRecord:
     heard: float = 0.0
     calls: int = 0
     sent: int = 0
+    early: dict[int, Any] = field(default_factory=dict)
+    taken: int = 0
     gone: list[int] = field(default_factory=list)
     failures: int = 0
     reason: str = ""
@@ -305,7 +308,21 @@ class ReplicaEngine:
         def version_of(ticket: int) -> int:
             return asked[ticket].weights_version if ticket in asked else 0
 
-        ends, told, counters = unpacked_ends(message, version_of)
+        # Two calls wait for answers, and the later one may return first.
+        number, *found = unpacked_ends(message, version_of)
+        replica.early[number] = found
+        while (due := replica.early.pop(replica.taken, None)) is not None:
+            replica.taken += 1
+            self._take_answers(replica, *due)
+
+    def _take_answers(
+        self,
+        replica: _ReplicaRecord,
+        ends: Sequence[tuple[int, Any]],
+        told: Sequence[tuple[int, Told]],
+        counters: Sequence[Any],
+    ) -> None:
+        asked = replica.asked
         replica.counted = EngineStatistics(*counters)
         for ticket, part in told:
             if ticket in asked:
@@ -421,8 +438,8 @@ class ReplicaEngine:
         """Ask the questions of a dead replica again; the next tick prepares it, unless it is final."""
         replica.state, replica.reason = "retired" if is_final else "dead", reason
         replica.life, replica.is_open = replica.life + 1, False
-        replica.failures = replica.calls = replica.sent = 0
-        replica.gone = []
+        replica.failures = replica.calls = replica.sent = replica.taken = 0
+        replica.gone, replica.early = [], {}
         replica.far = FarEnd(self._numbers)
         counted, replica.counted = replica.counted, EngineStatistics()
         self._past = sum_counters([self._past, replace(counted, resident=0, kept_tokens=0)])

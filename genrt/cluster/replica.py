@@ -81,7 +81,7 @@ class Replica:
         self._told: list[tuple[int, Told]] = []
         self._lock = threading.RLock()
         self._turns, self._news = (threading.Condition(self._lock) for _ in range(2))
-        self._taken = self._listening = 0
+        self._taken = self._listening = self._given = 0
         self._failed: EngineDied | None = None
         self._loops: dict[str, asyncio.AbstractEventLoop] = {}
 
@@ -153,11 +153,13 @@ class Replica:
     def _has_news(self) -> bool:
         return bool(self._ends or self._told or self._failed)
 
-    def _answers(self) -> tuple[list[tuple[int, Any]], list[tuple[int, Told]]]:
+    def _answers(self) -> tuple[int, list[tuple[int, Any]], list[tuple[int, Told]]]:
+        """Return the number of these answers, from 0, and all ends and parts of streams."""
         if self._failed is not None:
             raise self._failed
         ends, self._ends, told, self._told = self._ends, [], self._told, []
-        return ends, told
+        number, self._given = self._given, self._given + 1
+        return number, ends, told
 
     def _take(self, header: Mapping[str, Any], requests: Sequence[Request]) -> None:
         thread = self._lm._thread

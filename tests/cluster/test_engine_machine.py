@@ -10,6 +10,7 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from genrt.engines.remote.wire import Unpacking, packed_tokenizer
 from genrt.engines.weights import SLEEPING_PARTS, SleepingPart
 from genrt.errors import EngineDied, EngineFailed, InvalidAdapter, InvalidRequest
 from genrt.questions.arguments import Adapter
+from genrt.questions.completions import CompletionRequest, Decoding, Delta
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 
@@ -47,13 +49,16 @@ class Scripted:
     is_hung: bool = False
     asleep: frozenset[SleepingPart] = frozenset()
     wakes: bool = True
+    given: int = 0
 
     def send(self) -> None:
         """Return the answers that there are, if they are waited for."""
         if self.listeners:
             listener, _ = self.listeners.popleft()
             ends, self.ends = self.ends, []
-            listener.set_result(packed_ends(ends, [], astuple(EngineStatistics(steps=1))))
+            counters = astuple(EngineStatistics(steps=1))
+            listener.set_result(packed_ends(self.given, ends, [], counters))
+            self.given += 1
 
 
 class ScriptedReplicas:
@@ -151,8 +156,9 @@ class ScriptedReplicas:
 
     def _take(self, number: int, life: Scripted, message: dict[str, Any]) -> None:
         for ticket, request in message["asked"]:
-            assert isinstance(request, LogprobsRequest)
-            self.times[request.packed] = self.times.get(request.packed, 0) + 1
+            assert isinstance(request, LogprobsRequest | CompletionRequest)
+            context = np.array(request.token_ids, np.uint32).tobytes()
+            self.times[context] = self.times.get(context, 0) + 1
             if life.asleep:
                 self.wrong.append(f"replica {number} was asked in its sleep")
             if request.adapter not in {None, *life.adapters}:
@@ -327,6 +333,34 @@ def settled(replicas: ScriptedReplicas, engine: ReplicaEngine) -> list[str]:
     assert len(engine.step()) == 1
     assert replicas.wrong == []
     return [each.state for each in engine.replicas()]
+
+
+def test_answers_that_overtake_others_wait_for_these() -> None:
+    """The parts of a text come in two answers, the later one first."""
+    replicas = ScriptedReplicas(1, 0)
+    engine = ReplicaEngine(replicas, 1, stall_seconds=0.4, clock=replicas.clock)
+    while not replicas.lives[0].listeners:
+        engine.tend()
+    text = CompletionRequest((1,), Decoding(max_tokens=2), streamed=True)
+    engine.submit([text])
+    while not replicas.lives[0].asked:
+        engine.tend()
+    [(ticket, _)], life = replicas.lives[0].asked, replicas.lives[0]
+    deltas = [Delta("a", (1,)), Delta("b", (2,), start=1, text_start=1)]
+    listeners = [life.listeners.popleft()[0] for _ in deltas]
+    counters = astuple(EngineStatistics())
+    parts = [
+        packed_ends(life.given + n, [], [(ticket, each)], counters) for n, each in enumerate(deltas)
+    ]
+    listeners[1].set_result(parts[1])
+    engine.tend()
+    assert engine.progress([text]) == [None]
+    listeners[0].set_result(parts[0])
+    engine.tend()
+    [told] = engine.progress([text])
+    assert isinstance(told, Delta)
+    assert (told.text, told.token_ids, told.start) == ("ab", (1, 2), 0)
+    engine.close()
 
 
 def test_a_sleep_does_not_wait_for_a_replica_that_is_being_opened() -> None:

@@ -107,11 +107,11 @@ def test_requests_come_out_equal_and_in_order_whatever_their_kind() -> None:
 def test_answers_come_out_equal_whatever_their_kind() -> None:
     delta = Delta("a", (1,), (INFINITE,), ({2: -1.0},), 3, 4, "r", 5)
     ends, counters = [*enumerate(RESULTS)], [3, 0.5]
-    message = packed_ends(ends, [(10, delta)], counters)
+    message = packed_ends(4, ends, [(10, delta)], counters)
     assert isinstance(message, Answers)
     assert [result for _, result in message.others] == [(4, 5), (), TEXT, MASKED]
-    found, told, counted = unpacked_ends(message, lambda ticket: 5)
-    assert (counted, told) == (counters, [(10, delta)])
+    number, found, told, counted = unpacked_ends(message, lambda ticket: 5)
+    assert (number, counted, told) == (4, counters, [(10, delta)])
     assert sorted(ticket for ticket, _ in found) == [*range(len(RESULTS))]
     for ticket, mine in found:
         result = RESULTS[ticket]
@@ -131,15 +131,15 @@ def test_answers_come_out_equal_whatever_their_kind() -> None:
 
 def test_many_rows_travel_beside_the_bytes_as_one_array() -> None:
     rows = [torch.arange(LARGE) / 2, torch.arange(3) / 2]
-    message = packed_ends([*enumerate(rows)], [], [])
+    message = packed_ends(0, [*enumerate(rows)], [], [])
     assert isinstance(message, Answers)
     assert len(message.data) < 1_000
     assert len(message.large) == LARGE + 3  # type: ignore[arg-type]
     message.large.flags.writeable = False  # type: ignore[union-attr]
-    found, _, _ = unpacked_ends(message, lambda ticket: 0)
+    _, found, _, _ = unpacked_ends(message, lambda ticket: 0)
     assert all(map(torch.equal, [row for _, row in found], rows))
     found[0][1].add_(1)  # it is its owner's
-    assert isinstance(packed_ends([(0, rows[1])], [], []), bytes)
+    assert isinstance(packed_ends(0, [(0, rows[1])], [], []), bytes)
 
 
 class Hop:

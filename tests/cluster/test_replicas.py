@@ -328,7 +328,7 @@ async def test_two_calls_wait_for_answers_and_the_first_gets_them() -> None:
     first, second = exchange(0), exchange(1)
     assert await last is None  # two waited then; its answer may have ended one of them by now
     [answers], _ = await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
-    [(ticket, row)], _, _ = unpacked_ends(await answers, lambda ticket: 0)
+    _, [(ticket, row)], _, _ = unpacked_ends(await answers, lambda ticket: 0)
     assert ticket == 7
     assert torch.allclose(row, MODEL.row([1]).float(), atol=1e-5)
     assert not (first.done() and second.done())

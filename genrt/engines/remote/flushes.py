@@ -191,7 +191,8 @@ class Answers(NamedTuple):
     """The answers of a replica since the last ones.
 
     Attributes:
-        data: the tickets of ended questions with their results and errors, and counters of the engine.
+        data: their number, from 0, the tickets of ended questions with their results and errors, and
+            counters of the engine.
         large: all numbers of rows, if they are many.
         others: results that no bytes stand for.
         told: the tickets of streams, each with a part.
@@ -204,7 +205,10 @@ class Answers(NamedTuple):
 
 
 def packed_ends(
-    ends: Sequence[tuple[int, Any]], told: list[tuple[int, Told]], counters: Sequence[float]
+    number: int,
+    ends: Sequence[tuple[int, Any]],
+    told: list[tuple[int, Told]],
+    counters: Sequence[float],
 ) -> bytes | Answers:
     """Return the results of tickets: as bytes, which Ray sends fastest, if there is nothing else."""
     tickets, wired, others = list[int](), list[Any](), list[tuple[int, Any]]()
@@ -216,18 +220,19 @@ def packed_ends(
             others.append(end)
     header, arrays = packed_answers(wired)
     large = arrays.pop() if arrays[-1].nbytes >= LARGE else None
-    data = framed(header | {"tickets": tickets, "counters": [*counters]}, arrays)
+    data = framed(header | {"number": number, "tickets": tickets, "counters": [*counters]}, arrays)
     return data if large is None and not others and not told else Answers(data, large, others, told)
 
 
 def unpacked_ends(
     message: bytes | Answers, version_of: Callable[[int], int]
-) -> tuple[list[tuple[int, Any]], list[tuple[int, Told]], list[Any]]:
-    """Return the results by ticket, the parts of streams by ticket, and the counters. ``version_of``
-    returns the version of the weights of a ticket."""
+) -> tuple[int, list[tuple[int, Any]], list[tuple[int, Told]], list[Any]]:
+    """Return the number of a message, the results by ticket, the parts of streams by ticket, and the
+    counters. ``version_of`` returns the version of the weights of a ticket."""
     answers = Answers(message, None, [], []) if isinstance(message, bytes) else message
     header, rest = unframed(answers.data)
     tickets = header["tickets"]
     versions = [*map(version_of, tickets)]
     results = unpacked_answers(header, Reader(rest), versions, answers.large)
-    return [*zip(tickets, results, strict=True), *answers.others], answers.told, header["counters"]
+    ends = [*zip(tickets, results, strict=True), *answers.others]
+    return header["number"], ends, answers.told, header["counters"]
