@@ -23,7 +23,6 @@ from genrt.questions.completions import (
     Delta,
     DrawnFrom,
     FinishReason,
-    MaskForm,
     SampleRequest,
     SamplingMask,
     weights_spans,
@@ -31,7 +30,8 @@ from genrt.questions.completions import (
 from genrt.structures.guides import Guides
 from genrt.tokens.detokenizing import TextStream
 from genrt.tokens.rows import normalised
-from genrt.tokens.sampling import GREEDY_BELOW, ids_of_sets, mass_of_sets, packed_sets, weighed
+from genrt.tokens.sampling import GREEDY_BELOW, weighed
+from genrt.tokens.sets import MaskForm, in_form, mass_of_sets, packed_sets
 from genrt.tokens.spellings import Spellings
 
 NO_TOKEN = (
@@ -209,8 +209,8 @@ class CompletionState:
     def _set_of(self, form: MaskForm, token: int, row: Tensor, law: Tensor) -> DrawnFrom:
         heat = self.decoding.temperature
         by_model = None if heat < GREEDY_BELOW else weighed(row[None], heat, 1.0)
-        mass = 0.0 if by_model is None else float(mass_of_sets(by_model, law[None]))
-        [found] = sets_of(packed_sets(law[None]), form)
+        mass = 0.0 if by_model is None else min(float(mass_of_sets(by_model, law[None])), 0.0)
+        [found] = in_form(packed_sets(law[None]), form)
         return DrawnFrom(float(law[token]), mass, found)
 
     def _stop(self, seen: int) -> tuple[str, int] | None:
@@ -247,13 +247,6 @@ class CompletionState:
             weights_spans=weights_spans(self._begins, 0, len(self.drawn)),
             sampling_mask=sampling_mask(self.decoding, self._places),
         )
-
-
-def sets_of(packed: Tensor, form: MaskForm) -> list[bytes]:
-    """Return packed sets in a form of ``SamplingMask``. On a GPU it waits for the current stream."""
-    if form == "ids":
-        return ids_of_sets(packed)
-    return [each.tobytes() for each in packed.cpu().numpy()]
 
 
 def sampling_mask(decoding: Decoding, places: Sequence[DrawnFrom]) -> SamplingMask | None:

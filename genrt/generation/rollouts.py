@@ -17,9 +17,10 @@ from genrt.generation.many import Failed, Item, check_lm, generate_many
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int, check_options, named, shown
 from genrt.questions.arguments import check_seed, host_array, seed_at
-from genrt.questions.completions import Completion, CompletionOptions, MaskForm, SamplingMask
+from genrt.questions.completions import Completion, CompletionOptions, SamplingMask
 from genrt.questions.rows import id_words
 from genrt.runtime.concurrency import blocking
+from genrt.tokens.sets import MaskForm
 
 StopStrings: TypeAlias = str | Sequence[str] | Sequence[Sequence[str] | None] | None
 """Texts that end every sample, or a list with such texts or ``None`` for each sample."""

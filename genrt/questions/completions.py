@@ -16,15 +16,13 @@ from genrt.questions.arguments import Adapter, TokenIds, abbreviated, check_seed
 from genrt.questions.request import Request
 from genrt.questions.rows import Limits
 from genrt.tokens.sampling import GREEDY_BELOW
+from genrt.tokens.sets import MaskForm
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 """Why a text is over: it has ended, it is as long as it may be, or the engine aborted it."""
 
 LogprobsMode: TypeAlias = Literal["raw_logprobs", "processed_logprobs"]
 """The distribution of log-probabilities: the model's, or the one that tokens are drawn from."""
-
-MaskForm: TypeAlias = Literal["ids", "bits"]
-"""The form of the sets in a ``SamplingMask``: token ids, or packed bits."""
 
 STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 """The options that prescribe a form; a completion has at most one."""

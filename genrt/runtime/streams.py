@@ -31,12 +31,12 @@ from genrt.questions.completions import (
     CompletionRequest,
     Delta,
     DrawnFrom,
-    MaskForm,
     SamplingMask,
     Streamed,
     Told,
     weights_spans,
 )
+from genrt.tokens.sets import MaskForm
 
 T = TypeVar("T")
 

@@ -551,41 +551,6 @@ def _eight_bools(device: torch.device) -> Tensor:
     return torch.from_numpy(_EIGHT_BITS.view(np.int64)[:, 0]).to(device)
 
 
-def packed_sets(laws: Tensor) -> Tensor:
-    """Return the tokens with a probability in each of the rows ``[n, V]``, packed as masks are: uint8
-    ``[n, 4 * ceil(V / 32)]`` on their device."""
-    width = 4 * -(-laws.shape[-1] // 32)
-    if laws.device.type == "cpu":
-        bits = np.packbits(laws.numpy() > -math.inf, axis=-1, bitorder="little")
-        return torch.from_numpy(np.pad(bits, ((0, 0), (0, width - bits.shape[-1]))))
-    allowed = functional.pad(laws > -math.inf, (0, 8 * width - laws.shape[-1])).view(-1, width, 8)
-    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=laws.device)
-    return (allowed * weights).sum(-1, dtype=torch.uint8)
-
-
-def ids_of_sets(packed: Tensor) -> list[bytes]:
-    """Return each packed set as token ids, int32 in order. On a GPU it waits for the current stream."""
-    if packed.device.type == "cpu":
-        flat, size = packed.numpy().reshape(-1), 8 * packed.shape[-1]
-        places = np.flatnonzero(flat != 0)
-        found = np.flatnonzero(np.unpackbits(flat[places], bitorder="little").view(np.bool_))
-        ids = 8 * places[found >> 3] + (found & 7)  # counted through all sets
-        ends = np.searchsorted(ids, size * np.arange(1, len(packed) + 1)).tolist()
-        whole = (ids % max(size, 1)).astype(np.int32).tobytes()
-    else:
-        shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-        bits = (packed[:, :, None] >> shifts & 1).view(len(packed), -1)
-        whole = bits.nonzero()[:, 1].int().cpu().numpy().tobytes()
-        ends = bits.sum(-1).cumsum(0).tolist()
-    return [whole[4 * start : 4 * end] for start, end in itertools.pairwise([0, *ends])]
-
-
-def mass_of_sets(rows: Tensor, laws: Tensor) -> Tensor:
-    """Return the log-probability, by the rows ``[n, V]``, of the tokens that each of ``laws``
-    ``[n, V]`` has: ``[n, 1]``."""
-    return log_sums(rows.masked_fill(laws == -math.inf, -math.inf)).clamp_(max=0.0)
-
-
 def rows_at_once(rows: Tensor) -> int:
     """Return the best number of rows like these, ``[V]`` or ``[n, V]``, to process at a time."""
     return max(1, (CPU_CHUNK if rows.device.type == "cpu" else CHUNK) // rows.shape[-1])

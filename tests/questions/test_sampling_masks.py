@@ -20,7 +20,8 @@ from genrt.generation import rollout, rollout_samples
 from genrt.lm import AsyncLM
 from genrt.questions.completions import Completion, SamplingMask
 from genrt.server import serving
-from genrt.tokens.sampling import ids_of_sets, packed_sets, truncate
+from genrt.tokens.sampling import truncate
+from genrt.tokens.sets import in_form, packed_sets
 from tests.masks import check_places, sets_in, support
 
 MODEL = NGram.random(70, order=1, seed=3, zeros=0.2)
@@ -80,7 +81,7 @@ def test_tokens_tied_at_the_boundary_are_all_in_the_set_or_none_is(
     """Whole logits, so that ties are the rule, and numpy decides them as float32 does."""
     logits = torch.tensor(rows, dtype=torch.float32)
     kept = truncate(logits, top_k=top_k, min_p=min_p)
-    found = [np.frombuffer(each, np.int32) for each in ids_of_sets(packed_sets(kept))]
+    found = [np.frombuffer(each, np.int32) for each in in_form(packed_sets(kept), "ids")]
     for row, ids in zip(logits.numpy(), found, strict=True):
         must, may = support(row, {"top_k": top_k, "min_p": min_p})
         assert must <= set(ids.tolist()) <= may

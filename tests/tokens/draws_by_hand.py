@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrt.tokens import sampling
+from genrt.tokens import sampling, sets
 from genrt.tokens.sampling import (
     BLOCK,
     GREEDY_BELOW,
@@ -282,11 +282,41 @@ def by_graphs(case: Case, graphs: DrawGraphs) -> tuple[Tensor, Tensor]:
     return whole.clone(), right.repeat_interleave(turns, dim=0)
 
 
+def disagreements_of_sets(width: int) -> Iterator[str]:
+    """Describe sets of one token, of all, and of some, by the kernel and with torch."""
+    from genrt.tokens import set_kernels
+
+    generator = torch.Generator().manual_seed(width)
+    shares = torch.tensor([1.0, 0.9, 0.1, 0.01, 0.0])[:, None]
+    rows = (4 * torch.randn(len(shares), width, generator=generator)).log_softmax(-1)
+    drawn = torch.randint(width, (len(shares),), generator=generator)
+    is_in = torch.rand(rows.shape, generator=generator) < shares
+    is_in[torch.arange(len(shares)), drawn] = True
+    sizes, words = is_in.sum(-1), -(-width // 32)
+    for heats in (None, torch.tensor([1.0, 0.3, 2.5, 1e-4, 1e9])):
+        laws = rows if heats is None else rows / heats[:, None]
+        given = laws.masked_fill(~is_in, -math.inf), rows, heats, drawn
+        found, by_torch = set_kernels.described(*given), sets._described(*given)
+        own, right = (each[:, :2].contiguous().view(torch.float32) for each in (found, by_torch))
+        if not torch.allclose(own, right, rtol=1e-6, atol=1e-5):
+            yield f"{width}: sets at {heats} have other numbers"
+        if not torch.equal(found[:, 3 : 3 + words], by_torch[:, 3 : 3 + words]):
+            yield f"{width}: sets at {heats} have other bits"
+        if not torch.equal(found[:, 2], sizes.int()):
+            yield f"{width}: sets at {heats} have other sizes"
+        for row, ids in zip(found[:, 3 + words :], is_in, strict=True):
+            first = ids.nonzero()[: set_kernels.LISTED, 0].int()
+            if not torch.equal(row[: len(first)], first):
+                yield f"{width}: a set of {int(ids.sum())} at {heats} lists other tokens"
+
+
 def main(widths: Sequence[int]) -> None:
     """Print every disagreement of the kernels with torch, with the law, and with themselves."""
     warnings.simplefilter("ignore")  # numpy's, of the interpreter: 0 / 0 and the logarithm of 0
     graphs = DrawGraphs()
     for width in widths:
+        for line in disagreements_of_sets(width):
+            print(line)
         for number, case in enumerate(cases(width)):
             found = by_kernels(case)
             for line in disagreements(case, found, by_torch(case)):

@@ -21,12 +21,12 @@ from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
-from genrt.engines.completions import sets_of
 from genrt.engines.vllm.requests import MASKED, PROCESSED, SEED, TICKET, Masked
 from genrt.errors import EngineUnsupported
-from genrt.questions.completions import DrawnFrom, MaskForm
-from genrt.tokens.rows import AsyncHostCopy, corrected, log_sums, moved, normalised
-from genrt.tokens.sampling import GREEDY_BELOW, mass_of_sets, mixed, packed_sets, tempered
+from genrt.questions.completions import DrawnFrom
+from genrt.tokens.rows import AsyncHostCopy, corrected, moved, normalised
+from genrt.tokens.sampling import GREEDY_BELOW, mixed
+from genrt.tokens.sets import DescribedSets, MaskForm
 
 if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
@@ -106,70 +106,40 @@ class RowStore:
         return len(self._rows)
 
 
-class _DrawnStep:
-    """The sets of a step's draws: packed on the device and on their way to the host, in a form of
-    ``SamplingMask`` once they are read."""
+class MaskedRows(NamedTuple):
+    """The rows of a step whose texts want the sets that their tokens are drawn from: by row, in rising
+    order, the ticket of its text, the place of the token in it, and the temperature."""
 
-    def __init__(self, packed: torch.Tensor, numbers: torch.Tensor) -> None:
-        self._packed, self._bits = packed, AsyncHostCopy(packed)
-        self._numbers = AsyncHostCopy(numbers)
-        self._sets: dict[MaskForm, list[bytes]] = {}
-        self._rows: list[list[float]] | None = None
-
-    def place(self, row: int, form: MaskForm) -> DrawnFrom:
-        if self._rows is None:
-            self._rows = self._numbers.result().tolist()
-        if form not in self._sets:
-            self._sets[form] = self._in_form(form)
-        logprob, log_mass = self._rows[row]
-        return DrawnFrom(logprob, log_mass, self._sets[form][row])
-
-    def _in_form(self, form: MaskForm) -> list[bytes]:
-        bits = self._bits.result()
-        if form == "bits" or not self._packed.is_cuda:
-            return sets_of(bits, form)
-        # The next step already runs on vLLM's stream.
-        stream = torch.cuda.Stream(self._packed.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            return sets_of(self._packed, form)
+    rows: list[int]
+    tickets: list[int]
+    places: list[int]
+    heats: list[float]
 
 
 class DrawnSets:
     """The sets that texts' tokens were drawn from and that have not been taken, by ticket and place."""
 
     def __init__(self) -> None:
-        self._found: dict[int, dict[int, tuple[_DrawnStep, int]]] = {}
+        self._found: dict[int, dict[int, tuple[DescribedSets, int]]] = {}
 
     def put(
         self,
-        drawn: Sequence[tuple[Masked, int]],
+        drawn: MaskedRows,
         laws: torch.Tensor,
         rows: torch.Tensor,
         token_ids: torch.Tensor,
     ) -> None:
-        """Store the sets of texts, each with its place. A draw at an earlier place replaces that one: it
+        """Store the sets of these rows' draws. A draw at an earlier place replaces that one: it
         is of a prompt's first part, or vLLM has discarded the earlier one.
 
         Args:
             laws: the logits that tokens are drawn by, ``[n, vocab_size]``, or their log-probabilities.
-            rows: the model's log-probabilities.
+            rows: the model's log-probabilities; on a GPU, its logits will do.
             token_ids: the tokens, int64 ``[n]``.
         """
-        own, heats = token_ids[:, None], [each.temperature for each, _ in drawn]
-        if any(heat != 1.0 for heat in heats):
-            divisors = torch.tensor(heats, dtype=torch.float64).clamp(
-                max=torch.finfo(rows.dtype).max
-            )
-            rows = tempered(rows, moved(divisors.to(rows.dtype), rows.device)[:, None])
-        logprobs = laws.gather(-1, own) - log_sums(laws)
-        # A law that only leaves out tokens divides their probabilities by the mass of its set.
-        mass = (rows.gather(-1, own) - logprobs).clamp_(max=0.0)
-        if changed := [row for row, (text, _) in enumerate(drawn) if text.changes_logits]:
-            index = moved(torch.tensor(changed), rows.device)
-            mass[index] = mass_of_sets(rows[index], laws[index])
-        step = _DrawnStep(packed_sets(laws), torch.cat([logprobs, mass], dim=-1))
-        for row, (text, place) in enumerate(drawn):
-            self._found.setdefault(text.ticket, {})[place] = step, row
+        step, found = DescribedSets(laws, rows, drawn.heats, token_ids), self._found
+        for row, (ticket, place) in enumerate(zip(drawn.tickets, drawn.places, strict=True)):
+            found.setdefault(ticket, {})[place] = step, row
 
     def take(self, ticket: int, places: range, form: MaskForm) -> list[DrawnFrom]:
         """Remove the sets of a text's places, and return them."""
@@ -181,7 +151,7 @@ class DrawnSets:
                 "vLLM drew a token without genrt's view of its sampler; this version or configuration of "
                 "vLLM has no sampling_mask"
             ) from None
-        return [step.place(row, form) for step, row in taken]
+        return [DrawnFrom(*step.place(row, form)) for step, row in taken]
 
     def forget(self, tickets: Iterable[int]) -> None:
         """Forget the sets of texts that have ended."""
@@ -267,13 +237,16 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         """Return the batch rows of requests that want processed log-probabilities."""
         return [index for index, entry in self._batch.items() if entry.processed]
 
-    def masked_rows(self) -> dict[int, tuple[Masked, int]]:
-        """Return the texts that want their sets, with the place of the next token, by batch row."""
-        return {
-            index: (entry.masked, len(entry.token_ids))
-            for index, entry in sorted(self._batch.items())
-            if entry.masked is not None
-        }
+    def masked_rows(self) -> MaskedRows:
+        """Return the batch rows of texts that want their sets."""
+        found = MaskedRows([], [], [], [])
+        for index, entry in sorted(self._batch.items()):
+            if entry.masked is not None:
+                found.rows.append(index)
+                found.tickets.append(entry.masked.ticket)
+                found.places.append(len(entry.token_ids))
+                found.heats.append(entry.masked.temperature)
+        return found
 
     def draw(
         self, logits: torch.Tensor, _: object, k: torch.Tensor | None, p: torch.Tensor | None
@@ -387,32 +360,32 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self.store, self.sets = RowStore(), DrawnSets()
-        self._masked: dict[int, Masked] = {}  # by slot
         # By slot; -1 for other requests.
         self._tickets = np.full(vllm_config.scheduler_config.max_num_seqs, -1, dtype=np.int64)
+        self._masked = self._tickets.copy()  # tickets of texts that want their sets
+        self._prompts = self._tickets.copy()  # the lengths of their prompts
+        self._heats = np.ones(len(self._tickets))
         self._processed = np.zeros(len(self._tickets), dtype=bool)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         ticket = _mark(sampling_params, TICKET)
         self._tickets[req_idx] = -1 if ticket is None else ticket
         self._processed[req_idx] = bool(_mark(sampling_params, PROCESSED))
-        self._masked.pop(req_idx, None)
-        if (masked := _mark(sampling_params, MASKED)) is not None:
-            self._masked[req_idx] = masked
+        masked = _mark(sampling_params, MASKED) or Masked(-1, 0, 1.0)
+        self._masked[req_idx], self._prompts[req_idx], self._heats[req_idx] = masked
         return ticket is not None
 
     def processed_rows(self, slots: np.ndarray) -> np.ndarray:
         """Return the rows, int64 ``[n]``, that want processed log-probabilities, of a step's requests."""
         return np.flatnonzero(self._processed[slots])
 
-    def masked_rows(self, slots: np.ndarray, lengths: np.ndarray) -> dict[int, tuple[Masked, int]]:
-        """Return the texts that want their sets, with the place of the next token, by row of a step's
-        requests, whose texts have these lengths. Places in prompts are left out."""
-        if not self._masked:
-            return {}
-        several = ((row, self._masked.get(slot)) for row, slot in enumerate(slots.tolist()))
-        places = {row: (text, int(lengths[row]) - text.prompt) for row, text in several if text}
-        return {row: found for row, found in places.items() if found[1] >= 0}
+    def masked_rows(self, slots: np.ndarray, lengths: np.ndarray) -> MaskedRows:
+        """Return the rows, of a step's requests, of texts that want their sets. The texts have these
+        lengths; rows inside prompts are left out."""
+        tickets, places = self._masked[slots], lengths[: len(slots)] - self._prompts[slots]
+        rows = np.flatnonzero((tickets >= 0) & (places >= 0))
+        own = (each[rows].tolist() for each in (tickets, places, self._heats[slots]))
+        return MaskedRows(rows.tolist(), *own)
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         slots = ctx.idx_mapping_np
@@ -470,7 +443,7 @@ class ProcessedLogprobsV1:
     ) -> Any:
         """Draw as the sampler does, from logits after temperature and min-p."""
         self._laws = None
-        if self._capture.processed_rows() or self._capture.masked_rows():
+        if self._capture.processed_rows() or self._capture.masked_rows().rows:
             # Once for all, so that tokens are drawn from these very sets.
             logits, k, p = apply_top_k_top_p(logits, k, p), None, None
             self._laws = logits
@@ -480,9 +453,10 @@ class ProcessedLogprobsV1:
         """Gather as the sampler does, with processed log-probabilities in the rows that want them."""
         laws, self._laws = self._laws, None
         if laws is not None:
-            if masked := self._capture.masked_rows():
-                several = (_rows_of(each, [*masked]) for each in (laws, logprobs, token_ids))
-                self._capture.sets.put([*masked.values()], *several)
+            masked = self._capture.masked_rows()
+            if masked.rows:
+                several = (_rows_of(each, masked.rows) for each in (laws, logprobs, token_ids))
+                self._capture.sets.put(masked, *several)
             if rows := self._capture.processed_rows():
                 own = normalised(_rows_of(laws, rows))
                 logprobs = logprobs.index_copy(0, torch.tensor(rows, device=laws.device), own)
@@ -514,15 +488,14 @@ class ProcessedLogprobsV2:
         rows = self._capture.processed_rows(slots)
         masked = self._capture.masked_rows(slots, lengths)
         # With "processed_logprobs" the sampler uses no kernel that hides the processed logits.
-        is_seen = len(rows) or masked
+        is_seen = len(rows) or masked.rows
         self._sampler.logprobs_mode = "processed_logprobs" if is_seen else "raw_logprobs"
         sampled, processed = self._sample(logits, expanded, mapping, slots, *rest, **named)
-        if masked:
+        if masked.rows:
             several = (logits, processed, sampled.view(-1))
-            own, laws, token_ids = (_rows_of(each, [*masked]) for each in several)
-            rows_of_model = own.log_softmax(-1, dtype=torch.float32)
-            self._capture.sets.put([*masked.values()], laws.float(), rows_of_model, token_ids)
-        if masked and not len(rows):
+            own, laws, token_ids = (_rows_of(each, masked.rows) for each in several)
+            self._capture.sets.put(masked, laws.float(), own, token_ids)
+        if masked.rows and not len(rows):
             return sampled, logits
         if not len(rows) or processed is logits:
             return sampled, processed

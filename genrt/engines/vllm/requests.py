@@ -32,12 +32,11 @@ SEED = "genrt_seed"
 
 class Masked(NamedTuple):
     """A text that wants the sets that its tokens are drawn from: the ticket of its vLLM request, the
-    length of its prompt, its temperature, above 0, and whether penalties or a bias change its logits."""
+    length of its prompt, and its temperature, above 0."""
 
     ticket: int
     prompt: int
     temperature: float
-    changes_logits: bool
 
 
 NOT_COMPUTED = re.compile(r"head.?size|attention backend|architectures .* not supported", re.I)

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import torch
 from vllm import envs
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
@@ -27,7 +26,7 @@ from vllm.v1.engine import FinishReason as CoreFinishReason
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from genrt.engines.completions import sampling_mask, sets_of
+from genrt.engines.completions import sampling_mask
 from genrt.engines.vllm.capture import DrawnSets
 from genrt.engines.vllm.reasoning import NO_PARSER, Reasoning, ReasoningParsers
 from genrt.engines.vllm.requests import MASKED, PROCESSED, SEED, Masked, core_request
@@ -42,7 +41,6 @@ from genrt.questions.completions import (
     Delta,
     DrawnFrom,
     FinishReason,
-    MaskForm,
     NativeRequest,
     SampleRequest,
     SamplingMask,
@@ -55,6 +53,7 @@ from genrt.questions.completions import (
 from genrt.questions.request import Request, Result
 from genrt.tokens.detokenizing import TextStream, ends_inside_character
 from genrt.tokens.sampling import GREEDY_BELOW
+from genrt.tokens.sets import MaskForm, in_form
 from genrt.tokens.spellings import Spellings
 
 READ_EVERY = 16
@@ -182,7 +181,7 @@ class _TextState:
             packed = np.zeros((len(drawn), self.mask_bytes), np.uint8)
             for row, token in zip(packed, drawn, strict=True):
                 row[token // 8] = 1 << token % 8
-            sets = sets_of(torch.from_numpy(packed), decoding.sampling_mask)
+            sets = in_form(packed.view(np.int32), decoding.sampling_mask)
             places = [DrawnFrom(0.0, 0.0, each) for each in sets]
         return sampling_mask(decoding, places)
 
@@ -413,7 +412,7 @@ class VLLMTexts:
         )
         if params.temperature and decoding.sampling_mask is not None:
             own = int(request_id), len(request.token_ids), request.temperature
-            extra[MASKED] = Masked(*own, decoding.changes_logits)
+            extra[MASKED] = Masked(*own)
         self._draw(params, params.seed, extra)
         self._rule_out(params, decoding.bad_words, has_structure=asked is not None)
         if params.temperature:
@@ -514,9 +513,6 @@ class VLLMTexts:
                 continue
             unread = text.unread
             unread += output.new_token_ids
-            if text.form is not None and self._sets is not None:
-                taken = range(len(text.places), len(text.places) + len(output.new_token_ids))
-                text.places += self._sets.take(int(output.request_id), taken, text.form)
             if text.first is None and unread:
                 text.first = now
             if output.prefill_stats is not None:
@@ -524,7 +520,7 @@ class VLLMTexts:
             if output.finish_reason is None and len(unread) <= text.most_unread:
                 continue
             if output.finish_reason in (None, CoreFinishReason.STOP, CoreFinishReason.LENGTH):
-                due.append(text.with_unread(output))
+                due.append(self._with_unread(text, output))
             else:
                 ended.append((output.request_id, _error_of(output, text.structure)))
         over = [each for part in self._parts(due) for each in self._read(part, ended, now)]
@@ -592,11 +588,20 @@ class VLLMTexts:
         """Let vLLM's output processor read all tokens of these texts."""
         texts = [(each, self._in_progress.get(each)) for each in request_ids]
         unread = [
-            text.with_unread(EngineCoreOutput(request_id=request_id, new_token_ids=[]))
+            self._with_unread(text, EngineCoreOutput(request_id=request_id, new_token_ids=[]))
             for request_id, text in texts
             if text is not None and text.unread
         ]
         self._read(unread, [], time.perf_counter())
+
+    def _with_unread(self, text: _TextState, output: EngineCoreOutput) -> EngineCoreOutput:
+        """Return the output with all unread tokens of its text, and take the sets of these."""
+        output = text.with_unread(output)
+        if text.form is not None and self._sets is not None:
+            start = len(text.places)
+            taken = range(start, start + len(output.new_token_ids))
+            text.places += self._sets.take(int(output.request_id), taken, text.form)
+        return output
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Forget texts that have ended or were aborted; ignore other requests."""

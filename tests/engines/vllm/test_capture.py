@@ -220,7 +220,7 @@ def test_v2s_own_sampler_tells_each_row_what_its_request_wants(
 
     capture, heat, top_k = v2(), torch.tensor([0.5, 2.0, 0.7]), torch.tensor([2, VOCAB, 3])
     for slot, processed in enumerate((True, False, True)):
-        masked = None if slot == 0 else Masked(70 + slot, 10, float(heat[slot]), slot == 2)
+        masked = None if slot == 0 else Masked(70 + slot, 10, float(heat[slot]))
         capture.add_request(slot, params(PROCESSED=processed, MASKED=masked))
     modes: list[bool] = []
 

@@ -1,0 +1,116 @@
+"""The sets of tokens that tokens are drawn from: packed, as ids, and with their mass by the model."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from genrt.tokens.rows import AsyncHostCopy, log_sums, moved
+from genrt.tokens.sampling import tempered
+
+MaskForm: TypeAlias = Literal["ids", "bits"]
+"""The form of a set: int32 token ids in order, or bits in whole int32 words."""
+
+NUMBERS = 3
+"""How many words describe a set before its bits: a log-probability, a log mass and a size."""
+
+
+class DescribedSets:
+    """The sets of one step's draws, on their way to the host.
+
+    Args:
+        laws: the logits or log-probabilities that tokens are drawn by, float32 ``[n, V]``.
+        rows: the model's log-probabilities, ``[n, V]``; on a GPU, its logits will do.
+        heats: the temperatures of the draws, above 0.
+        token_ids: the tokens, int64 ``[n]``.
+    """
+
+    def __init__(
+        self, laws: Tensor, rows: Tensor, heats: Sequence[float], token_ids: Tensor
+    ) -> None:
+        self._words = -(-laws.shape[-1] // 32)
+        divisors = None
+        if any(heat != 1.0 for heat in heats):
+            exact = torch.tensor([*heats], dtype=torch.float64)
+            divisors = moved(exact.clamp(max=torch.finfo(torch.float32).max).float(), laws.device)
+        if laws.is_cuda:
+            from genrt.tokens.set_kernels import described
+        else:
+            described = _described
+        self._copy = AsyncHostCopy(described(laws, rows, divisors, token_ids))
+        self._numbers: list[list[float]] = []
+        self._sets: dict[MaskForm, list[bytes]] = {}
+
+    def place(self, row: int, form: MaskForm) -> tuple[float, float, bytes]:
+        """Return the drawn token's log-probability, and its set's log mass and tokens. It waits for the
+        device only if the step has not ended."""
+        if form not in self._sets:
+            found = self._copy.result().numpy()
+            self._numbers = found[:, : NUMBERS - 1].view(np.float32).tolist()
+            self._sets[form] = self._in_form(found, form)
+        logprob, log_mass = self._numbers[row]
+        return logprob, log_mass, self._sets[form][row]
+
+    def _in_form(self, found: np.ndarray, form: MaskForm) -> list[bytes]:
+        start = NUMBERS + self._words
+        packed, listed = found[:, NUMBERS:start], found[:, start:]
+        if form == "bits":
+            return in_form(packed, form)
+        sizes = found[:, NUMBERS - 1]
+        sets = [row[:size].tobytes() for row, size in zip(listed, sizes.tolist(), strict=True)]
+        larger = np.flatnonzero(sizes > listed.shape[-1])
+        for row, ids in zip(larger.tolist(), in_form(packed[larger], form), strict=True):
+            sets[row] = ids
+        return sets
+
+
+def _described(laws: Tensor, rows: Tensor, divisors: Tensor | None, token_ids: Tensor) -> Tensor:
+    """Return what ``set_kernels.described`` does, but no ids."""
+    own = token_ids[:, None]
+    logprobs = laws.gather(-1, own) - log_sums(laws)
+    if divisors is not None:
+        rows = tempered(rows.float(), divisors[:, None])
+    numbers = torch.cat([logprobs, mass_of_sets(rows, laws).clamp_(max=0.0)], dim=-1)
+    packed = torch.from_numpy(packed_sets(laws))
+    # More than are listed: a reader takes them from the bits.
+    size = torch.ones_like(own, dtype=torch.int32)
+    return torch.cat([numbers.view(torch.int32), size, packed], dim=-1)
+
+
+def mass_of_sets(rows: Tensor, laws: Tensor) -> Tensor:
+    """Return the log-probability, by the rows ``[n, V]``, of the tokens that each of ``laws``
+    ``[n, V]`` has: float32 ``[n, 1]`` on the host, -inf for none."""
+    is_in = (laws > -math.inf).cpu().numpy()
+    masses = []
+    for row, own in zip(rows.cpu().numpy(), is_in, strict=True):
+        inside = row[own]
+        peak = inside.max(initial=-math.inf)
+        weights = np.exp(inside - peak) if peak > -math.inf else np.zeros(0)
+        masses.append(peak + math.log(total) if (total := weights.sum()) else -math.inf)
+    return torch.tensor(masses, dtype=torch.float32)[:, None]
+
+
+def packed_sets(laws: Tensor) -> np.ndarray:
+    """Return the tokens with a probability in each of the rows ``[n, V]``, packed as masks are: int32
+    ``[n, ceil(V / 32)]``."""
+    bits = np.packbits((laws > -math.inf).cpu().numpy(), axis=-1, bitorder="little")
+    return np.pad(bits, ((0, 0), (0, -bits.shape[-1] % 4))).view(np.int32)
+
+
+def in_form(packed: np.ndarray, form: MaskForm) -> list[bytes]:
+    """Return packed sets, int32 ``[n, ceil(V / 32)]``, in this form."""
+    if form == "bits":
+        return [each.tobytes() for each in packed]
+    flat, size = np.ascontiguousarray(packed).reshape(-1).view(np.uint8), 32 * packed.shape[-1]
+    places = np.flatnonzero(flat)
+    found = np.flatnonzero(np.unpackbits(flat[places], bitorder="little").view(np.bool_))
+    ids = 8 * places[found >> 3] + (found & 7)  # counted through all sets
+    ends = np.searchsorted(ids, size * np.arange(1, len(packed) + 1)).tolist()
+    whole = (ids % max(size, 1)).astype(np.int32).tobytes()
+    return [whole[4 * start : 4 * end] for start, end in itertools.pairwise([0, *ends])]
