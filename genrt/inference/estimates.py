@@ -43,7 +43,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genrt.inference.display.formatting import label
+from genrt.inference.formatting import label
 from genrt.inference.resampling import Ancestors, Floats, normalized_weights
 
 

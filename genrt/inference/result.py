@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from genrt.errors import ExtraNotInstalled, InvalidRequest
-from genrt.inference.display.formatting import STYLE, count_of, fixed, label, number, shorten
-from genrt.inference.display.genealogy import Genealogy
 from genrt.inference.estimates import (
     ChainStatistics,
     Diagnosis,
@@ -25,6 +23,7 @@ from genrt.inference.estimates import (
     relative_error,
     tail_in_words,
 )
+from genrt.inference.formatting import STYLE, count_of, fixed, label, number, shorten
 from genrt.inference.model import Deaths, Info
 from genrt.inference.resampling import (
     Ancestors,
@@ -47,9 +46,9 @@ WIDEST, TITLE = 100, 1500
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Result:
-    r"""Weighted texts, and the history of the particles: plain data, independent of the runtime.
+    r"""Weighted texts, and the records of the steps: plain data, independent of the runtime.
 
-    ``print`` shows the posterior's table; Jupyter shows it with the genealogy of the particles.
+    ``print`` and Jupyter show figures and the posterior's table.
 
     Attributes:
         texts: the particles' bytes as UTF-8, dead ones as far as they got. A byte that is not UTF-8, as
@@ -81,8 +80,6 @@ class Result:
     deaths: Deaths = field(default_factory=Deaths)
     eve: Ancestors | None = None
     resamplings: int = 0
-    _tokens: Mapping[int, bytes] = field(default_factory=dict)
-    """The bytes of each drawn token."""
 
     @property
     def ess(self) -> float:
@@ -215,19 +212,6 @@ class Result:
             raise InvalidRequest(f"chains are diagnosed by numbers: {error}") from error
         return diagnose(np.array(numbers, dtype=np.float64))
 
-    def genealogy(self, *, lineages: int = 24) -> Genealogy:
-        """Return the family tree of the particles, with their tokens.
-
-        Args:
-            lineages: the most to show: survivors first, distinct texts before equal ones, and a sample
-                of lineages that died or have no children.
-
-        Raises:
-            InvalidRequest: the result has no steps; or ``lineages`` is under 1.
-        """
-        self._check_steps()
-        return Genealogy(self.infos, self._tokens, check_int("lineages", lineages, 1))
-
     def to_pandas(self, *, steps: bool = False) -> DataFrame:
         """Return a table with a row for each particle, or for each step.
 
@@ -324,19 +308,15 @@ class Result:
         printer.text(repr(self) if cycle else str(self))
 
     def _repr_html_(self) -> str:
-        """Return figures, posterior and genealogy as a piece of HTML of bounded size, without scripts and
-        external parts, in the colors of the page."""
+        """Return figures and posterior as a piece of HTML of bounded size, without scripts and external
+        parts, in the colors of the page."""
         figures = [
             f'<div><span class="note">{name}</span> <b>{figure}</b> '
             f'<span class="note">{html.escape(note)}</span></div>'
             for name, figure, note in self._figures()
         ]
         head = f'<div class="genrt"><style>{STYLE}</style><div class="figures">'
-        parts = [head, *figures, "</div>", *self._table()]
-        if self.infos:
-            tree = self.genealogy()._repr_html_()
-            parts.append(f'<details open=""><summary>genealogy</summary>{tree}</details>')
-        return "\n".join([*parts, "</div>"])
+        return "\n".join([head, *figures, "</div>", *self._table(), "</div>"])
 
     def _table(self) -> Iterable[str]:
         rows = self._rows()

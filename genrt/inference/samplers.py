@@ -29,7 +29,7 @@ import numpy as np
 
 from genrt.errors import InvalidRequest
 from genrt.inference import kernels
-from genrt.inference.checks import check_callable, checked_state, token_bytes
+from genrt.inference.checks import check_callable, checked_state
 from genrt.inference.kernels import Kernel, Rule, chain, conditional, extend
 from genrt.inference.model import DEAD, Deaths, Info, Model, State, Trace, checked_model, frozen
 from genrt.inference.resampling import (
@@ -177,16 +177,7 @@ class Sampler:
             deaths=Deaths.of(self.model, state),
             eve=state.eve if state.has_families else None,
             resamplings=state.resamplings,
-            _tokens=self._drawn_tokens(infos),
         )
-
-    def _drawn_tokens(self, infos: Sequence[Info]) -> dict[int, bytes]:
-        """Return the bytes of every token that was drawn, by its id; ``{}`` without a runtime."""
-        if (lm := runtime_of(self.model)) is None:
-            return {}
-        drawn = set().union(*(np.unique(info.token_ids).tolist() for info in infos)) - {DEAD}
-        vocabulary = token_bytes(lm)
-        return {each: vocabulary[each] for each in sorted(drawn)}
 
 
 class SMC(Sampler):

@@ -354,7 +354,7 @@ def test_a_result_counts_its_questions_and_is_shown_and_pickled(name: str) -> No
     for each in (result, again):
         root = ET.fromstring(each._repr_html_())
         shown = "".join(root.itertext())
-        assert ("genealogy" in shown) == bool(result.infos)
+        assert ("resampled" in shown) == bool(result.infos)
         assert ("log evidence" in shown) == (not math.isnan(result.log_evidence))
         assert "nan" not in shown
         assert str(each) == str(result)

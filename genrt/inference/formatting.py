@@ -7,13 +7,9 @@ one line.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
-from genrt.tokens.texts import decoded
-
-BLUE, GREY = "#2f7fc1", "#8b929c"
+BLUE = "#2f7fc1"
 """Visible on white and on black."""
 
 STYLE = f"""
@@ -32,10 +28,6 @@ STYLE = f"""
 .genrt .bar {{ width: 120px; height: 10px; margin-top: 5px; position: relative; }}
 .genrt .bar i {{ position: absolute; top: 4px; height: 2px; background: currentColor; }}
 .genrt .bar div {{ height: 10px; border-radius: 1px; background: {BLUE}; opacity: .75; }}
-.genrt caption {{ text-align: left; white-space: nowrap; }}
-.genrt .tree td.text {{ border-left: 1px solid {GREY}; padding-left: 4px; }}
-.genrt .tree .died, .genrt .tree .dropped {{ opacity: .65; }}
-.genrt summary {{ cursor: pointer; margin: 0 0 6px; }}
 """
 """The style of results in a page."""
 
@@ -90,17 +82,3 @@ def number(value: float, *, digits: int = 3) -> str:
 def count_of(count: int, noun: str) -> str:
     """Return ``1 particle``, ``2 particles``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def said(token_ids: Sequence[int], tokens: Mapping[int, bytes]) -> str:
-    """Return the text of tokens, printable; unknown tokens as their numbers."""
-    parts: list[str] = []
-    for is_known, group in groupby(token_ids, key=lambda each: bool(tokens.get(each))):
-        if is_known:
-            parts.append(decoded(b"".join(tokens[each] for each in group)))
-        else:
-            parts += [
-                f"\N{MATHEMATICAL LEFT ANGLE BRACKET}{each}\N{MATHEMATICAL RIGHT ANGLE BRACKET}"
-                for each in group
-            ]
-    return printable("".join(parts))
