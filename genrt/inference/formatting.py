@@ -9,28 +9,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-BLUE = "#2f7fc1"
-"""Visible on white and on black."""
-
-STYLE = f"""
-.genrt {{ font: 13px/1.45 system-ui, sans-serif; }}
-.genrt .figures {{ display: flex; flex-wrap: wrap; gap: 6px 28px; margin: 2px 0 10px; }}
-.genrt .figures div {{ white-space: nowrap; }}
-.genrt b {{ font-weight: 600; font-size: 15px; }}
-.genrt .note {{ opacity: .65; }}
-.genrt table {{ border-collapse: collapse; margin: 0 0 12px; border: 0; font-size: 13px; }}
-.genrt tr, .genrt tr:hover, .genrt tr:nth-child(even) {{ background: none; }}
-.genrt th, .genrt td {{ border: 0; padding: 2px 10px 2px 0; text-align: left; vertical-align: top; }}
-.genrt th {{ font-weight: 400; opacity: .65; }}
-.genrt td.weight {{ text-align: right; font-variant-numeric: tabular-nums; }}
-.genrt td.text {{ font-family: ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap;
-  overflow-wrap: anywhere; }}
-.genrt .bar {{ width: 120px; height: 10px; margin-top: 5px; position: relative; }}
-.genrt .bar i {{ position: absolute; top: 4px; height: 2px; background: currentColor; }}
-.genrt .bar div {{ height: 10px; border-radius: 1px; background: {BLUE}; opacity: .75; }}
-"""
-"""The style of results in a page."""
-
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 MINUS = "\N{MINUS SIGN}"
 LONGEST = 20_000

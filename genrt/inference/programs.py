@@ -16,14 +16,13 @@ product over all observations. The evidence is the normalizer: the mean of this 
 program. A masked ``sample`` draws from the row restricted to the mask and observes the mask's mass, so it
 is a draw from the row under the condition of the mask.
 
-A step takes a particle from one draw to just before another, or to its end: to the next draw after its
-weight has changed, and to the next ``sample`` in any case. A ``text`` has a step for each token. The
-guide to programs has the rules.
+A step takes a particle to the next draw after its weight has changed, to the next ``sample`` in any case,
+or to its end. A ``text`` has a step for each token. The guide to programs has the rules.
 
-Resampling may copy a particle, and a coroutine cannot be copied. So a particle is a list of choices and
-answers: one child continues where its parent stopped; the others first replay the record, without
-questions to the model, and their contexts then become forks of the parent's. A copy inside a ``text``
-replays nothing before its end. A replay must repeat the kinds of the draws, and the questions.
+A coroutine cannot be copied. So a particle is a list of choices and answers: one child continues where
+its parent stopped; the others first replay the record, without questions to the model, and their contexts
+then become forks of the parent's. A copy inside a ``text`` replays nothing before its end. A replay must
+repeat the kinds of the draws, and the questions.
 
 Goodman & Stuhlmüller (2014), *The design and implementation of probabilistic programming languages*
 (particle filters by replay).
@@ -68,7 +67,6 @@ from genrt.tokens.sampling import Draw
 from genrt.tokens.texts import Text, decoded
 
 T = TypeVar("T")
-M = TypeVar("M", bound=Callable[..., Any])
 
 Weights: TypeAlias = Sequence[float] | NDArray[np.floating[Any]] | torch.Tensor
 """A user's own log-weights, on any device."""
@@ -135,9 +133,7 @@ def _record_questions(kind: Any) -> Any:
 
 @_record_questions
 class ParticleContext(Context):
-    """A context of a program, made by ``Execution.context``. It has all that a ``Context`` has; its
-    answers are recorded.
-    """
+    """A ``Context`` of a program, made by ``Execution.context``. Its answers are recorded."""
 
     __slots__ = ("_execution",)
 
@@ -212,11 +208,7 @@ class Execution:
     """
 
     def __init__(self, program: Program, trace: ProgramTrace, computed: Computed) -> None:
-        """
-        Args:
-            trace: the record to replay.
-            computed: forks of the contexts that the recorded execution had at its pause.
-        """
+        """Begin to replay a trace, whose execution had the ``computed`` contexts at its pause."""
         self._lm, self._given = program.lm, program._given
         self._text_model = program._text_model
         self.lm: AsyncLM = _ParticleRuntime(self, program.lm)
@@ -313,14 +305,12 @@ class Execution:
         proposal: TokenIds | Context | None = None,
         name: str | None = None,
     ) -> int:
-        """Draw a token from the row after ``token_ids`` or a context of ``p.context``, restricted to
-        ``mask`` if there is one. The context stays as it is.
-
-        With a mask the log-weight gains its mass, the logarithm of the probability that the row gives it.
-        A mask of no mass kills the particle, and its program does not go on.
+        """Draw a token from the row after ``token_ids`` or a context of ``p.context``, which stays as it
+        is.
 
         Args:
-            mask: the tokens that may be drawn, as ``AsyncLM.draw`` takes them. After a context, the masks
+            mask: the tokens that may be drawn, as ``AsyncLM.draw`` takes them. The log-weight gains the
+                log-probability of all of them; without any the particle dies. After a context, the masks
                 of all particles' states are computed together.
             temperature: of the row; other than 1, the tempered row is the law. Not with a mask,
                 because the mask's mass belongs to the row.
@@ -330,9 +320,9 @@ class Execution:
             name: names the draw, so that ``Program(given=…)`` can fix its token.
 
         Raises:
-            InvalidRequest: a temperature with a mask or a proposal, one that is not above 0, a ``sample``
-                in another task than the program's, another context than ``p.context`` makes, or an
-                argument that ``AsyncLM.draw`` refuses.
+            InvalidRequest: a temperature with a mask or a proposal, a call in another task than the
+                program's, another context than ``p.context`` makes, or an argument that ``AsyncLM.draw``
+                refuses.
             ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.draw``.
         """
         temperature = checks.check_temperature(temperature)
@@ -388,19 +378,14 @@ class Execution:
         constraint the log-weight gains the mass of the allowed tokens at each.
 
         Args:
-            max_tokens: the longest text, in tokens with its end token.
-            stop: the end of a text, which does not include it.
             constraint: the texts that may be drawn. Make it outside of the program: particles with one
                 constraint are drawn in one question.
-            temperature: above 0; the tempered rows are the law.
             adapter: by name; a context has its own.
             name: names the text, so that ``Program(given=…)`` can fix it.
 
         Raises:
-            InvalidRequest: an argument that a ``TextModel`` refuses, a ``text`` in another task than the
-                program's, or another context than ``p.context`` makes.
-            ContextTooLong: the context and the text exceed ``lm.max_model_len``.
-            UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.draw``.
+            InvalidRequest: an argument that a ``TextModel`` refuses; otherwise as ``sample``.
+            ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``sample``.
         """
         self._check_context("text", token_ids, adapter)
         is_given = self._is_given(name)
@@ -516,9 +501,6 @@ class Execution:
         name: str | None = None,
     ) -> T:
         """Draw one of the values, uniformly, or in proportion to the exponentials of ``log_weights``.
-
-        With values ``range(vocab_size)`` this draws a token by weights of your own, such as the sum of
-        two rows; ``observe`` their ``logsumexp`` first.
 
         Args:
             proposal: other log-weights, which draw instead; the particle's log-weight gains log p - log q
@@ -876,7 +858,7 @@ class Program:
         temperature: float,
         adapter: str | None,
     ) -> TextModel:
-        """Return the model of a text, one for equal arguments; its prompt is of no consequence."""
+        """Return the model of a text, one for equal arguments but the prompt."""
         key = id(constraint), adapter, repr((max_tokens, stop, temperature))
         if (model := self._text_models.get(key)) is None:
             model = TextModel(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +22,7 @@ from genrt.inference.estimates import (
     relative_error,
     tail_in_words,
 )
-from genrt.inference.formatting import STYLE, count_of, fixed, label, number, shorten
+from genrt.inference.formatting import count_of, fixed, label, number, shorten
 from genrt.inference.model import Deaths, Info
 from genrt.inference.resampling import (
     Ancestors,
@@ -40,15 +39,15 @@ if TYPE_CHECKING:
 SHOWN = 10
 """The rows of a posterior's table; the rest is one row more."""
 
-WIDEST, TITLE = 100, 1500
-"""The most characters of a value in the table, and of its title."""
+WIDEST = 100
+"""The most characters of a value in the table."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Result:
     r"""Weighted texts, and the records of the steps: plain data, independent of the runtime.
 
-    ``print`` and Jupyter show figures and the posterior's table.
+    ``print`` and a notebook show figures and the posterior, as a text of bounded size.
 
     Attributes:
         texts: the particles' bytes as UTF-8, dead ones as far as they got. A byte that is not UTF-8, as
@@ -281,73 +280,28 @@ class Result:
         else:
             parts.append(count_of(len(self.chains.values), "chain"))
             parts.append(f"ess={self.ess:.1f}, r_hat={self.chains.r_hat:.2f}")
-        parts += [f'{weight:.3f} "{shorten(each, 60)}"' for each, weight, _, _ in self._rows(1)[:1]]
+        parts += [f'{weight:.3f} "{shorten(each, 60)}"' for each, weight, _ in self._rows(1)[:1]]
         return f"Result({', '.join(parts)})"
 
     def __str__(self) -> str:
         figures = list(self._figures())
-        name_width, figure_width, _ = (
-            max(map(len, column)) for column in zip(*figures, strict=True)
-        )
-        lines = [
-            f"{name:<{name_width}}  {figure:>{figure_width}}  {note}".rstrip()
-            for name, figure, note in figures
+        names, numbers = (max(map(len, column)) for column in [*zip(*figures, strict=True)][:2])
+        lines = [f"{a:<{names}}  {b:>{numbers}}  {note}".rstrip() for a, b, note in figures]
+        rows = [
+            (f"{weight:.4f}{_plus_minus(error)}", value) for value, weight, error in self._rows()
         ]
-        rows = self._rows()
-        weights = [f"{weight:.4f}{_plus_minus(error)}" for _, weight, error, _ in rows]
-        wide = max(map(len, weights), default=0)
+        wide = max((len(weight) for weight, _ in rows), default=0)
         lines += ["", f"{'weight':<{wide}}  value" if rows else self._explain_empty()]
-        lines += [
-            f"{weight:<{wide}}  {shorten(row[0], WIDEST)}"
-            for weight, row in zip(weights, rows, strict=True)
-        ]
+        lines += [f"{weight:<{wide}}  {shorten(value, WIDEST)}" for weight, value in rows]
         return "\n".join(lines)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Show the result in a terminal's IPython."""
+        """Show the result in IPython and Jupyter."""
         printer.text(repr(self) if cycle else str(self))
 
-    def _repr_html_(self) -> str:
-        """Return figures and posterior as a piece of HTML of bounded size, without scripts and external
-        parts, in the colors of the page."""
-        figures = [
-            f'<div><span class="note">{name}</span> <b>{figure}</b> '
-            f'<span class="note">{html.escape(note)}</span></div>'
-            for name, figure, note in self._figures()
-        ]
-        head = f'<div class="genrt"><style>{STYLE}</style><div class="figures">'
-        return "\n".join([head, *figures, "</div>", *self._table(), "</div>"])
-
-    def _table(self) -> Iterable[str]:
-        rows = self._rows()
-        if not rows:
-            yield f"<p>{self._explain_empty()}</p>"
-            return
-        names = "<th>weight</th><th></th><th>particles</th><th>value</th>"
-        yield f'<table class="posterior"><thead><tr>{names}</tr></thead><tbody>'
-        longest = max(share + (more if more > 0 else 0.0) for _, share, more, _ in rows[:SHOWN])
-        scale = 100 / longest
-        for place, (value, weight, error, particles) in enumerate(rows):
-            bar = f'<div class="bar"><div style="width:{scale * weight:.1f}%"></div>'
-            if error > 0:  # a line from one standard error below the weight to one above
-                low = max(weight - error, 0.0)
-                wide = scale * (weight + error - low)
-                bar += f'<i style="left:{scale * low:.1f}%;width:{wide:.1f}%"></i>'
-            shown = shorten(value, WIDEST)
-            title = f' title="{html.escape(value[:TITLE])}"' if shown != value else ""
-            # A right-to-left text keeps its direction, but an escape in it must not be reversed.
-            direction = "ltr" if "\\" in shown else "auto"
-            yield (
-                f'<tr><td class="weight">{weight:.4f}{_plus_minus(error)}</td>'
-                f"<td>{bar + '</div>' if place < SHOWN else ''}</td>"
-                f'<td class="weight">{particles:,}</td><td class="text"{title}>'
-                f'<bdi dir="{direction}">{html.escape(shown)}</bdi></td></tr>'
-            )
-        yield "</tbody></table>"
-
-    def _rows(self, most: int = SHOWN) -> list[tuple[str, float, float, int]]:
-        """Return the heaviest distinct values, each as one printable line, with its weight, the standard
-        error, NaN if unknown, and its number of particles; all others together in one row."""
+    def _rows(self, most: int = SHOWN) -> list[tuple[str, float, float]]:
+        """Return the heaviest distinct values, each as one printable line, with its weight and the
+        standard error, NaN if unknown; all others together in one row."""
         places: defaultdict[Any, list[int]] = defaultdict(list)
         for place in np.nonzero(self.weights)[0].tolist():
             places[key_of(self.values[place])].append(place)
@@ -358,7 +312,7 @@ class Result:
             named.append((f"({count_of(len(others), 'value')} more)", [*chain(*others)]))
         flags = [np.isin(np.arange(len(weights)), own).astype(float) for _, own in named]
         return [
-            (name, float(weights[own].sum()), self._error_of(each), len(own))
+            (name, float(weights[own].sum()), self._error_of(each))
             for (name, own), each in zip(named, flags, strict=True)
         ]
 
