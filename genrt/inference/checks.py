@@ -57,13 +57,6 @@ def check_temperature(temperature: Any) -> float:
     return number
 
 
-def adapter_name(adapter: Any) -> str | None:
-    """Return the name of an adapter, ``None`` for the base model. Raises InvalidRequest otherwise."""
-    if adapter is not None and not isinstance(adapter, str):
-        raise InvalidRequest(f"the adapter is {displayed(adapter)}: give its name")
-    return adapter
-
-
 def check_log_weight(value: Any, about: str) -> float:
     """Return a log-weight, a number of any library, as a float. Raises InvalidRequest, which begins with
     ``about``, for a truth value, no real number, NaN or +inf."""

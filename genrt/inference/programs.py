@@ -873,16 +873,6 @@ class Program:
         model.laws[0].check_length(model.max_tokens, prompt)
         return model
 
-    def _begun(self, trace: ProgramTrace, computed: Computed) -> Live:
-        """Return a new execution, which replays a trace."""
-        execution = Execution(self, trace, computed)
-        coroutine = self._function(execution)
-        if not inspect.iscoroutine(coroutine):
-            raise InvalidRequest(
-                f"the program returned a {type(coroutine).__name__}: make it an async def"
-            )
-        return execution, coroutine
-
     async def _go_on(
         self,
         trace: ProgramTrace,
@@ -894,7 +884,13 @@ class Program:
         """Run the execution of a new trace to its next pause, with the text at which it paused, and add
         what it did to the trace."""
         if not trace.live:
-            trace.live = [self._begun(trace, computed)]
+            execution = Execution(self, trace, computed)
+            coroutine = self._function(execution)
+            if not inspect.iscoroutine(coroutine):
+                raise InvalidRequest(
+                    f"the program returned a {type(coroutine).__name__}: make it an async def"
+                )
+            trace.live = [(execution, coroutine)]
         [(execution, coroutine)] = trace.live
         execution._begin(trace, seed, place, text)
         trace.growing = None

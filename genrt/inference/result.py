@@ -92,11 +92,6 @@ class Result:
         return effective_sample_size(self.log_weights) if self.chains is None else self.chains.ess
 
     @property
-    def ancestors(self) -> tuple[Ancestors, ...]:
-        """The ancestors of every step, int64 ``[N]`` each."""
-        return tuple(info.ancestors for info in self.infos)
-
-    @property
     def weights(self) -> Floats:
         """The normalized weights, float64 ``[N]``; all 0 if every particle died."""
         return normalized_weights(self.log_weights) if self._alive else np.zeros(len(self.values))
