@@ -515,22 +515,20 @@ class Execution:
             raise InvalidRequest(
                 f"choice got a {type(values).__name__}: give the values in a list, in a fixed order"
             )
-        if self._is_live and self._is_dead:
-            await _pause()  # for ever: a dead particle's own weights may have no sum
         count = len(values)
         if not count:
             raise InvalidRequest("choice got no values: give at least one")
+        is_given = self._is_given(name)
+        if (recorded := await self._recorded("choice")) is not None:
+            if recorded.outcome >= count:
+                raise _impure("asked for another choice")
+            return values[int(recorded.outcome)]
         shares = None if log_weights is None else _choice_probabilities(log_weights, count)
         proposed = shares
         if proposal is not None:
             proposed = _choice_probabilities(proposal, count)
             if (proposed[shares > 0 if shares is not None else ...] == 0).any():
                 raise InvalidRequest("choice got a proposal that cannot draw one of its values")
-        is_given = self._is_given(name)
-        if (recorded := await self._recorded("choice")) is not None:
-            if recorded.outcome >= count:
-                raise _impure("asked for another choice")
-            return values[int(recorded.outcome)]
         if is_given:
             places = _places_of(self._given[name], values, name)
             index = places[0]
