@@ -227,7 +227,10 @@ class Result:
                 'tables need pandas, which is not installed: pip install "genrt[plot]"'
             ) from error
         if steps:
-            self._check_steps()
+            if not self.infos:
+                raise InvalidRequest(
+                    "this result has no steps: SMC and importance sampling keep them"
+                )
             columns = {
                 "resampled": [info.resampled for info in self.infos],
                 "ancestors": [len(np.unique(info.ancestors)) for info in self.infos],
@@ -262,29 +265,18 @@ class Result:
             errors.append(relative_error(info.log_weights, eve, resamplings))
         return errors
 
-    def _check_steps(self) -> None:
-        if not self.infos:
-            raise InvalidRequest("this result has no steps: SMC and importance sampling keep them")
-
     def __repr__(self) -> str:
-        parts = [count_of(len(self.values), "particle"), f"{self._alive:,} alive"]
-        if self.infos:
-            parts.append(count_of(len(self.infos), "step"))
-        if self.chains is None:
-            parts.append(f"log_evidence={fixed(self.log_evidence)}, ess={self.ess:.1f}")
-        else:
-            parts.append(count_of(len(self.chains.values), "chain"))
-            parts.append(f"ess={self.ess:.1f}, r_hat={self.chains.r_hat:.2f}")
-        parts += [f'{weight:.3f} "{shorten(each, 60)}"' for each, weight, _ in self._rows(1)[:1]]
-        return f"Result({', '.join(parts)})"
+        particles = f"{count_of(len(self.values), 'particle')}, {self._alive:,} alive"
+        return f"Result({particles}, log_evidence={fixed(self.log_evidence)}, ess={self.ess:.1f})"
 
     def __str__(self) -> str:
         figures = list(self._figures())
         names, numbers = (max(map(len, column)) for column in [*zip(*figures, strict=True)][:2])
         lines = [f"{a:<{names}}  {b:>{numbers}}  {note}".rstrip() for a, b, note in figures]
-        rows = [
-            (f"{weight:.4f}{_plus_minus(error)}", value) for value, weight, error in self._rows()
-        ]
+        rows = []
+        for value, weight, error in self._rows():
+            bar = "" if math.isnan(error) else f" \N{PLUS-MINUS SIGN} {error:.4f}"
+            rows.append((f"{weight:.4f}{bar}", value))
         wide = max((len(weight) for weight, _ in rows), default=0)
         lines += ["", f"{'weight':<{wide}}  value" if rows else self._explain_empty()]
         lines += [f"{weight:<{wide}}  {shorten(value, WIDEST)}" for weight, value in rows]
@@ -294,7 +286,7 @@ class Result:
         """Show the result in IPython and Jupyter."""
         printer.text(repr(self) if cycle else str(self))
 
-    def _rows(self, most: int = SHOWN) -> list[tuple[str, float, float]]:
+    def _rows(self) -> list[tuple[str, float, float]]:
         """Return the heaviest distinct values, each as one printable line, with its weight and the
         standard error, NaN if unknown; all others together in one row."""
         places: defaultdict[Any, list[int]] = defaultdict(list)
@@ -302,8 +294,8 @@ class Result:
             places[key_of(self.values[place])].append(place)
         weights = self.weights
         distinct = sorted(places.values(), key=lambda own: -math.fsum(weights[own]))
-        named = [(label(self.values[own[0]]), own) for own in distinct[:most]]
-        if others := distinct[most:]:
+        named = [(label(self.values[own[0]]), own) for own in distinct[:SHOWN]]
+        if others := distinct[SHOWN:]:
             named.append((f"({count_of(len(others), 'value')} more)", [*chain(*others)]))
         flags = [np.isin(np.arange(len(weights)), own).astype(float) for _, own in named]
         return [
@@ -338,15 +330,10 @@ class Result:
             missing = f"; {chains.missing:,} more found no text" if chains.missing else ""
             steps = count_of(len(chains.values[0]), "step")
             yield "chains", f"{len(chains.values):,}", f"of {steps} each{missing}"
-            known = chains.ess == chains.ess
-            note = "by autocorrelation" if known else "too few steps, or all at one value: unknown"
-            yield "ESS", f"{chains.ess:,.1f}" if known else number(math.nan), note
-            known = chains.r_hat == chains.r_hat
-            yield (
-                "R-hat",
-                number(chains.r_hat, digits=2),
-                "1 if chains agree" if known else "unknown",
-            )
+            is_unknown = math.isnan(chains.ess)
+            note = "too few steps, or all at one value" if is_unknown else "by autocorrelation"
+            yield "ESS", number(chains.ess, digits=1), note
+            yield "R-hat", number(chains.r_hat, digits=2), "1 if chains agree"
             yield "accepted", f"{chains.acceptance.mean():.2f}", "of the moves"
         else:
             yield "ESS", f"{self.ess:,.1f}", ""
@@ -356,8 +343,3 @@ class Result:
             often = sum(info.resampled for info in self.infos)
             note = f"resampled before {often:,} of them" if often else "never resampled"
             yield "steps", f"{len(self.infos):,}", note
-
-
-def _plus_minus(error: float) -> str:
-    """Return a standard error after a weight; "" if it is unknown."""
-    return "" if math.isnan(error) else f" \N{PLUS-MINUS SIGN} {error:.4f}"

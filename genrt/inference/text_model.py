@@ -215,13 +215,8 @@ class TextModel:
     def __repr__(self) -> str:
         what = {"constraint": self.constraint, "potential": self.potential, "twist": self._twist}
         given = "".join(f", {name}={each!r}" for name, each in what.items() if each is not None)
-        laws = "" if len(self.laws) == 1 else f"{len(self.laws)} laws, "
-        return f"TextModel({laws}{len(self.prompt)} tokens, max_tokens={self.max_tokens}{given})"
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        """The token ids of the first law's prompt."""
-        return self.laws[0].ids
+        tokens = " + ".join(f"{len(each.ids)} tokens" for each in self.laws)
+        return f"TextModel({tokens}, max_tokens={self.max_tokens}{given})"
 
     @property
     def has_exact_weights(self) -> bool:

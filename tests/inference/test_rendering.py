@@ -90,7 +90,6 @@ def test_figures_are_those_of_the_result(real: Result) -> None:
     assert f"resampled before {resampled} of them" in plain
     assert (f"{alive} of them alive" in plain) == (alive < len(real.texts))
     assert f"log_evidence={real.log_evidence:.3f}, ess={real.ess:.1f}" in repr(real)
-    assert f"{len(real.infos)} steps" in repr(real)
 
 
 def test_a_run_in_which_everything_died_says_so() -> None:
@@ -98,7 +97,7 @@ def test_a_run_in_which_everything_died_says_so() -> None:
     assert result.ess == 0
     assert "Every particle died" in str(result)
     assert "\N{MINUS SIGN}\N{INFINITY}" in str(result)
-    assert repr(result) == "Result(20 particles, 0 alive, 4 steps, log_evidence=-inf, ess=0.0)"
+    assert repr(result) == "Result(20 particles, 0 alive, log_evidence=-inf, ess=0.0)"
 
 
 def test_nothing_at_all_is_shown_as_such() -> None:
@@ -152,11 +151,8 @@ def test_chains_are_shown_with_how_well_they_mixed(lm: AsyncLM) -> None:
     assert f"{result.chains.r_hat:.2f}" in shown
     assert f"{result.chains.acceptance.mean():.2f}" in shown
     assert "log evidence" not in shown
-    expected = f"5 chains, ess={result.ess:.1f}, r_hat={result.chains.r_hat:.2f}, "
-    assert f"Result(200 particles, 200 alive, {expected}" in repr(result)
-    assert "too few steps, or all at one value: unknown" in str(unknown)
+    assert "too few steps, or all at one value" in str(unknown)
     assert "nan" not in str(unknown)
-    assert "2 chains, ess=nan, r_hat=nan" in repr(unknown)
 
 
 def test_lines_are_abbreviated_in_their_middle() -> None:
