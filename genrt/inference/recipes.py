@@ -249,7 +249,8 @@ class Rejection(Sampler):
     of 1 / Z texts for each (von Neumann 1951), in one step.
 
     Texts drawn without the constraint are accepted with probability 1[x in C] exp(phi(x) - c), for a
-    bound c of the potential phi. If it stops at the k-th accepted text, the n-th drawn, or at N texts,
+    bound c of the potential phi. If it stops at the k-th accepted text, the n-th drawn, or after
+    N = ``max_texts`` texts,
 
         Z_hat = exp(c) (k - 1) / (n - 1)  if it stopped at the k-th,    exp(c) accepted / N  else,
 

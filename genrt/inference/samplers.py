@@ -198,8 +198,9 @@ class SMC(Sampler):
     ) -> None:
         """
         Args:
-            resample_when: the ``below`` of the kernel ``resample``.
-            resample: its scheme.
+            resample_when: resample if the effective sample size is under this share of N, or by a rule of
+                your own, as ``below`` of the kernel ``resample``; 0 is importance sampling.
+            resample: the scheme, as for the kernel.
 
         Raises:
             InvalidRequest: an argument is out of range.

@@ -135,7 +135,7 @@ class TextModel:
         Args:
             lm: a runtime; or a law, or several laws, which multiply and have their own prompts.
             prompt: a text, or token ids.
-            max_tokens: at least 1.
+            max_tokens: the longest text, in tokens with its end token; at least 1.
             unit: by how much a text grows in a step: so many tokens, up to a string such as
                 ``"\\n\\n"``, or until a function of the text so far is true.
             stop: the end of a text, which does not include it: ``END_TOKEN``, token ids, strings, or a
