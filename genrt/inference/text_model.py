@@ -76,7 +76,7 @@ from genrt.inference.laws import (
 )
 from genrt.inference.model import DEAD
 from genrt.inference.resampling import Floats
-from genrt.inference.texts import END_TOKEN, Stop, TextTrace, parse_stop
+from genrt.inference.texts import END_TOKEN, Ends, Stop, TextTrace, parse_stop
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int, displayed
 from genrt.populations import Population, draw_texts
@@ -115,6 +115,10 @@ class TextModel:
         ends: the ways in which a text ends.
         max_tokens: the longest text, in tokens with its end token.
     """
+
+    laws: tuple[Law, ...]
+    eos_token_id: int | None
+    ends: Ends
 
     def __init__(
         self,
