@@ -14,7 +14,7 @@ from genrt.engines import ENGINES
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.inference import SMC, Result, TextModel
-from genrt.inference.display.formatting import printable
+from genrt.inference.formatting import printable
 from genrt.runtime.statistics import Statistics
 
 __all__ = ["add_arguments", "run"]

@@ -93,5 +93,4 @@ def drawn(particles: int, steps: int, *, seed: int = 0, dying: float = 0.02) -> 
         log_weights=log_weights,
         log_evidence=log_mean_exp(log_weights),
         infos=tuple(infos),
-        _tokens=dict(enumerate(VOCABULARY)),
     )

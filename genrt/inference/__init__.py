@@ -2,13 +2,12 @@ r"""Inference over texts and programs: a model grows traces, kernels change weig
 
 ``TextModel`` and ``Program`` are the models. ``SMC`` and the other algorithms have ``init(seed)``,
 ``step(state)``, ``run(seed)`` and ``run_sync(seed)``.
-``run`` returns a ``Result``: weighted texts, the evidence, and the history of the particles.
+``run`` returns a ``Result``: weighted texts, the evidence, and the records of the steps.
 """
 
 from __future__ import annotations
 
 from genrt.inference.awrs import AWRS
-from genrt.inference.display.genealogy import Genealogy
 from genrt.inference.estimates import ChainStatistics, Diagnosis
 from genrt.inference.infilling import infilling
 from genrt.inference.kernels import branch, chain, extend, keep, move, repeat, resample, reweight
@@ -67,7 +66,6 @@ __all__ = [
     "Deaths",
     "Diagnosis",
     "Execution",
-    "Genealogy",
     "Info",
     "Law",
     "MetropolisHastings",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from genrt.constraints import CheckedState, Constraint, ConstraintState
 from genrt.constraints.protocols import tokens_of, words_of
-from genrt.errors import EngineUnsupported, InvalidRequest
+from genrt.errors import InvalidRequest
 from genrt.inference.model import State
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float, displayed, is_truth_value
@@ -55,21 +55,6 @@ def check_temperature(temperature: Any) -> float:
             f"temperature is {temperature}: give a positive number; 0 would be greedy, and no law"
         )
     return number
-
-
-def token_bytes(lm: AsyncLM) -> Sequence[bytes]:
-    """Return ``lm.byte_vocab``, or no bytes for every token if there is no tokenizer that has one."""
-    try:
-        return lm.byte_vocab
-    except (InvalidRequest, EngineUnsupported):
-        return [b""] * lm.vocab_size
-
-
-def adapter_name(adapter: Any) -> str | None:
-    """Return the name of an adapter, ``None`` for the base model. Raises InvalidRequest otherwise."""
-    if adapter is not None and not isinstance(adapter, str):
-        raise InvalidRequest(f"the adapter is {displayed(adapter)}: give its name")
-    return adapter
 
 
 def check_log_weight(value: Any, about: str) -> float:

@@ -18,11 +18,9 @@ smoothed importance sampling*; fitted as by Zhang & Stephens 2009).
 
 **Chains.** M chains of T steps are diagnosed for one function f of their values at a time. Each chain is
 cut in two halves, so that a drift shows as a difference between chains. R-hat and the *bulk* ESS replace
-the values of f by the normal scores of their ranks, so that its tails may be heavy, or infinite. The
-*mean* ESS takes the values themselves. It is that of an estimate of E[f], and less where rare values
-dominate. R-hat is taken of f and of |f - median f|, and the larger one counts. The definitions are those
-of Vehtari et al. (2021), as in Stan and ArviZ, except that the ESS is never more than the number of
-values, because more would be noise here.
+the values of f by the normal scores of their ranks. The *mean* ESS takes the values themselves: it is
+that of an estimate of E[f]. R-hat is taken of f and of |f - median f|, and the larger one counts. The ESS
+is never more than the number of values; otherwise the definitions are those of Vehtari et al. (2021).
 
 NaN means unknown: f has only one value, at which chains may be stuck; chains have fewer than four steps;
 or there are so few and short chains that they may all be in one place by chance. The R-hat of one chain
@@ -43,7 +41,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genrt.inference.display.formatting import label
+from genrt.inference.formatting import label
 from genrt.inference.resampling import Ancestors, Floats, normalized_weights
 
 

@@ -36,10 +36,8 @@ def infilling(
     constraint: Constraint | None = None,
     adapter: str | None = None,
 ) -> Program:
-    """Return a model of the gaps between prefix and suffix; its values are the gaps as texts.
-
-    The suffix is scored after every prefix of a gap, token by token: a question of as many rows as it has
-    tokens. Keep it short; its first words say most.
+    """Return a model of the gaps between prefix and suffix; its values are the gaps as texts. The suffix
+    is scored after every prefix of a gap: keep it short.
 
     Args:
         max_tokens: the longest gap, in tokens.

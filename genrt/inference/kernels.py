@@ -6,12 +6,9 @@ r"""Kernels: functions from a state to a state. Samplers are compositions of ker
     moving = chain(resample(), extend(model), repeat(move(model), 2))  # resample-move
     beam = chain(branch(4, share=False), extend(model), keep(8))       # beam search
 
-A kernel changes particles and weights so that a properly weighted state stays one:
-E[sum_i w_i f(x_i) / N] is Z E[f] for the target so far, before and after. ``keep`` alone does not.
-``Sampler`` runs a kernel until its state is done.
-
-Randomness comes from the seed of the state, the number of the step and the kernel's place in it, so
-kernels are functions without a state of their own, and may run at once.
+A kernel leaves E[sum_i w_i f(x_i) / N] as it is: Z E[f] for the target so far. ``keep`` alone does not.
+``Sampler`` runs a kernel until its state is done. Randomness comes from the seed of the state, the number
+of the step and the kernel's place in it, so kernels may run at once.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ class Law:
         """
         object.__setattr__(self, "lm", checks.check_runtime(self.lm))
         object.__setattr__(self, "ids", prompt_tokens(self.lm, self.prompt))
-        checks.adapter_name(self.adapter)
+        if not isinstance(self.adapter, str | None):
+            raise InvalidRequest(f"the adapter is {displayed(self.adapter)}: give its name")
         object.__setattr__(self, "temperature", checks.check_temperature(self.temperature))
         object.__setattr__(self, "power", check_float("power", self.power))
         if not 1e-30 <= abs(self.power) <= 1e30:

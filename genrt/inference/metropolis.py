@@ -6,11 +6,9 @@ steps from the prefix by the model's proposal, and takes it with probability
 
     min(1, (W' / n') / (W / n)),
 
-where W and W' are the products of the gains of the two suffixes. For a masked proposal
-q(x_t) = p(x_t) 1[x_t in A_t] / p(A_t) this is exp(phi(x)) prod_{t >= c} p(A_t), so that the ratio is
-pi(x') q(x, c) / (pi(x) q(x', c)) in full. Weights may be unbiased estimates, as in adaptive weighted
-rejection: each text keeps its estimates, and pi is still invariant (Andrieu & Roberts 2009, the
-pseudo-marginal approach).
+where W and W' are the products of the gains of the two suffixes. Weights may be unbiased estimates, as in
+adaptive weighted rejection: each text keeps its estimates, and pi is still invariant (Andrieu & Roberts
+2009, the pseudo-marginal approach).
 
 Metropolis et al. (1953), Hastings (1970). For probabilistic programs: Wingate, Stuhlmüller & Goodman
 (2011), *Lightweight implementations of probabilistic programming languages via transformational

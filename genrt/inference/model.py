@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, Protocol, Self, TypeAlias, TypeVar, cast, runtime_checkable
@@ -35,11 +35,12 @@ def model_seed(sequence: np.random.SeedSequence) -> int:
     return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Trace:
     """One text, or one execution of a program, so far: a value, which shares its beginning with others.
 
-    A trace is its last unit and the trace before it. Growing it makes another one. A model's own traces
-    are a subclass, with the data that the next unit needs.
+    A trace is its last unit and the trace before it. A model's own traces are a subclass, with the data
+    that the next unit needs.
 
     Attributes:
         before: the trace without its last unit; ``None`` at the beginning.
@@ -52,28 +53,16 @@ class Trace:
         finished: true if it is complete.
     """
 
-    __slots__ = (
-        "before",
-        "finished",
-        "log_proposal",
-        "log_twist",
-        "log_weight",
-        "tokens",
-        "units",
-    )
+    before: Trace | None = None
+    tokens: tuple[int, ...] = ()
+    log_weight: float = 0.0
+    log_proposal: float = 0.0
+    log_twist: float = 0.0
+    finished: bool = False
+    units: int = field(init=False)
 
-    def __init__(
-        self,
-        before: Trace | None = None,
-        tokens: tuple[int, ...] = (),
-        log_weight: float = 0.0,
-        log_proposal: float = 0.0,
-        log_twist: float = 0.0,
-        finished: bool = False,
-    ) -> None:
-        self.before, self.tokens, self.finished = before, tokens, finished
-        self.log_weight, self.log_proposal, self.log_twist = log_weight, log_proposal, log_twist
-        self.units: int = 0 if before is None else before.units + 1
+    def __post_init__(self) -> None:
+        self.units = 0 if self.before is None else self.before.units + 1
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -16,15 +16,13 @@ product over all observations. The evidence is the normalizer: the mean of this 
 program. A masked ``sample`` draws from the row restricted to the mask and observes the mask's mass, so it
 is a draw from the row under the condition of the mask.
 
-A step takes a particle from one draw to just before another, or to its end: to the next draw after its
-weight has changed, and to the next ``sample`` in any case. A ``text`` has a step for each token. The
-guide to programs has the rules.
+A step takes a particle to the next draw after its weight has changed, to the next ``sample`` in any case,
+or to its end. A ``text`` has a step for each token. The guide to programs has the rules.
 
-Resampling may copy a particle, and a coroutine cannot be copied. So a particle is a list of choices and
-answers: one child continues where its parent stopped; the others first replay the record, without
-questions to the model, and their contexts then become forks of the parent's. A copy inside a ``text``
-replays nothing before its end. A replay is compared with the record; observations and the probabilities
-of choices may differ by ``ROUNDING``, because an engine may round a row otherwise in another batch.
+A coroutine cannot be copied. So a particle is a list of choices and answers: one child continues where
+its parent stopped; the others first replay the record, without questions to the model, and their contexts
+then become forks of the parent's. A copy inside a ``text`` replays nothing before its end. A replay must
+repeat the kinds of the draws, and the questions.
 
 Goodman & Stuhlmüller (2014), *The design and implementation of probabilistic programming languages*
 (particle filters by replay).
@@ -40,20 +38,18 @@ import inspect
 import math
 import types
 import weakref
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Generator, Hashable, Mapping, Sequence, Set
 from itertools import count
-from types import CoroutineType
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genrt.constraints.protocols import Constraint, PackedState, prompt_tokens
+from genrt.constraints.protocols import Constraint, prompt_tokens
 from genrt.contexts import Context, begin_context, take_over
-from genrt.errors import GenrtError, InvalidRequest
+from genrt.errors import EngineUnsupported, GenrtError, InvalidRequest
 from genrt.inference import checks
 from genrt.inference.laws import Law
 from genrt.inference.model import DEAD, Trace, model_seed
@@ -71,19 +67,15 @@ from genrt.tokens.sampling import Draw
 from genrt.tokens.texts import Text, decoded
 
 T = TypeVar("T")
-M = TypeVar("M", bound=Callable[..., Any])
 
 Weights: TypeAlias = Sequence[float] | NDArray[np.floating[Any]] | torch.Tensor
 """A user's own log-weights, on any device."""
 
-Computed: TypeAlias = Sequence[tuple[int, Context | None]]
-"""Forks of an execution's contexts, with their histories."""
+Computed: TypeAlias = Sequence[Context | None]
+"""Forks of an execution's contexts; ``None`` for a closed one."""
 
 AnswerKey: TypeAlias = tuple[bytes, int]
 """A digest of a question, and the number of its calls."""
-
-Asked: TypeAlias = tuple[str, dict[str, Any]]
-"""A draw of a program: its method, and digests of the arguments that a replay is compared by."""
 
 Growing: TypeAlias = tuple[TextModel, TextTrace]
 """A text that an execution draws."""
@@ -99,13 +91,6 @@ SEEDED = frozenset(
 RECORDED = SEEDED | {"batch_score", "prompt_logprobs", "score", "token_logprobs", "top_logprobs"}
 """The questions whose answers are recorded."""
 
-ROUNDING = 0.5, 0.02
-"""How far two computations of one log-weight may be apart: absolutely, and relative to its terms. Rows of
-half precision differ by up to 0.25 a token between batches."""
-
-NOTHING = 0.0, 0.0
-"""No change of weight."""
-
 MOST_TEXT_MODELS = 16
 """The models of texts that a program keeps."""
 
@@ -114,34 +99,16 @@ class _Choice(NamedTuple):
     """A recorded draw.
 
     Attributes:
-        weighed: the sum of all ``observe`` since the draw before, and that of their absolute values.
-        outcome: the token, the text, the number, or the index of the value; ``None`` before the draw.
-        value: a digest of the value that a choice drew.
-        log_share: the log-probability.
+        kind: the method that drew.
+        outcome: the token, the text, the number, or the index of the value.
         name: the name of the draw, if it has one.
         drawn: the value of a draw with a name.
     """
 
-    asked: Asked
-    weighed: tuple[float, float]
-    outcome: Any = None
-    value: Any = None
-    log_share: float = 0.0
+    kind: str
+    outcome: Any
     name: str | None = None
     drawn: Any = None
-
-
-def _tracked(method: M) -> M:
-    """Wrap a method of ``Execution`` so that its coroutines are known until the program ends."""
-
-    @functools.wraps(method)
-    def call(self: Execution, /, *args: Any, **kwargs: Any) -> Any:
-        coroutine = method(self, *args, **kwargs)
-        if not self._to_replay:  # it was awaited before
-            self._coroutines.append((method.__name__, coroutine))
-        return coroutine
-
-    return cast("M", call)
 
 
 def _record_questions(kind: Any) -> Any:
@@ -166,60 +133,38 @@ def _record_questions(kind: Any) -> Any:
 
 @_record_questions
 class ParticleContext(Context):
-    """A context of a program, made by ``Execution.context``. It has all that a ``Context`` has; its
-    answers are recorded.
+    """A ``Context`` of a program, made by ``Execution.context``. Its answers are recorded."""
 
-    Attributes:
-        history: a digest of prompt, adapter and all changes.
-    """
+    __slots__ = ("_execution",)
 
-    __slots__ = ("_execution", "history")
-
-    history: int
     _execution: Execution
 
     def _asking(self) -> Execution | None:
         return self._execution if self._execution._task is not None else None
 
     def _about(self) -> Hashable:
-        return self.history
+        return self.adapter, hash(tuple(self.token_ids))
 
-    def _belong(self, execution: Execution, history: int) -> Self:
-        self._execution, self.history = execution, history
+    def _belong(self, execution: Execution) -> Self:
+        self._execution = execution
         execution._contexts.append(weakref.ref(self))
         return self
 
     async def advance(
         self, token_ids: TokenIds, *, temperature: float = 1.0, timeout: float | None = None
     ) -> torch.Tensor:
-        execution, length = self._asking(), len(self)
-        digest = self._execution._digest_of("advance", token_ids)
-        ask = functools.partial(Context.advance, self)
-        if execution is not None:
-            options = {"temperature": temperature, "timeout": timeout}
-            own = "advance", self.history, ask, (token_ids,), options
-            found: torch.Tensor = await execution._question(*own)
-        else:
-            found = await ask(token_ids, temperature=temperature, timeout=timeout)
+        length, ask = len(self), functools.partial(Context.advance, self)
+        options: Any = {"temperature": temperature, "timeout": timeout}
+        if (execution := self._asking()) is None:
+            return await ask(token_ids, **options)
+        own = "advance", self._about(), ask, (token_ids,), options
+        found: torch.Tensor = await execution._question(*own)
         if len(self) == length:  # a recorded answer
-            super().extend(token_ids)
-        self.history = hash((self.history, digest))
+            self.extend(token_ids)
         return found
 
-    def append(self, token_id: int) -> None:
-        super().append(token_id)
-        self.history = hash((self.history, token_id))
-
-    def extend(self, token_ids: TokenIds) -> None:
-        super().extend(token_ids)
-        self.history = hash((self.history, self._execution._digest_of("extend", token_ids)))
-
-    def cut(self, length: int) -> None:
-        super().cut(length)
-        self.history = hash((self.history, -1, length))
-
     def fork(self) -> Self:
-        return super().fork()._belong(self._execution, self.history)
+        return super().fork()._belong(self._execution)
 
 
 @_record_questions
@@ -246,19 +191,13 @@ class _ParticleRuntime(AsyncLM):
             return super().context(prompt, adapter=adapter)
         return execution.context(prompt, adapter=adapter)
 
-    def stream(self, prompt: Any, **options: Any) -> Stream:
+    def stream(self, *_: Any, **__: Any) -> Stream:
         """Refuse to stream in a program."""
-        self._check_stream("generate")
-        return super().stream(prompt, **options)
+        raise InvalidRequest("a program cannot record a stream: await p.lm.generate(…)")
 
-    def stream_chat(self, messages: Any, **options: Any) -> Stream:
+    def stream_chat(self, *_: Any, **__: Any) -> Stream:
         """Refuse to stream in a program."""
-        self._check_stream("chat")
-        return super().stream_chat(messages, **options)
-
-    def _check_stream(self, instead: str) -> None:
-        if self._asking() is not None:
-            raise InvalidRequest(f"a program cannot record a stream: await p.lm.{instead}(…)")
+        raise InvalidRequest("a program cannot record a stream: await p.lm.chat(…)")
 
 
 class Execution:
@@ -269,11 +208,7 @@ class Execution:
     """
 
     def __init__(self, program: Program, trace: ProgramTrace, computed: Computed) -> None:
-        """
-        Args:
-            trace: the record to replay.
-            computed: forks of the contexts that the recorded execution had at its pause.
-        """
+        """Begin to replay a trace, whose execution had the ``computed`` contexts at its pause."""
         self._lm, self._given = program.lm, program._given
         self._text_model = program._text_model
         self.lm: AsyncLM = _ParticleRuntime(self, program.lm)
@@ -284,33 +219,10 @@ class Execution:
         self._contexts: list[weakref.ref[ParticleContext]] = []
         self._computed = computed
         self._to_replay = deque(trace._recorded())
-        self._weighed = NOTHING
         self._is_live = trace.pause is None
-        self._coroutines: list[tuple[str, CoroutineType[Any, Any, Any]]] = []
-        """The calls of the program, so that an unawaited one is an error."""
         self._task: asyncio.Task[Any] | None = None
         self._trace: Any = None
         """The new trace, in a step."""
-
-    def _unawaited(self) -> list[tuple[str, CoroutineType[Any, Any, Any]]]:
-        """Return the calls that the program has not awaited yet."""
-        created = inspect.CORO_CREATED
-        return [each for each in self._coroutines if inspect.getcoroutinestate(each[1]) == created]
-
-    def _check_awaited(self, cause: Exception | None = None) -> None:
-        """Raise InvalidRequest, from ``cause``, if the program has not awaited a call."""
-        if unawaited := self._unawaited():
-            for _, coroutine in unawaited:
-                coroutine.close()
-            names = ", ".join(dict.fromkeys(f"p.{name}" for name, _ in unawaited))
-            raise InvalidRequest(
-                f"the program never awaited {names}: write await before the call"
-            ) from cause
-
-    def _close(self) -> None:
-        """End all calls."""
-        for _, each in self._coroutines:
-            each.close()
 
     def _begin(self, trace: ProgramTrace, seed: int, place: int, text: Text | None) -> None:
         """Begin a step of this seed in the running task, as the particle at this place, with the text at
@@ -318,7 +230,6 @@ class Execution:
         self._trace, self._answered = trace, trace.answers
         self._seed, self._place, self._grown = seed, place, text
         self._rng: np.random.Generator | None = None
-        self._coroutines = self._unawaited()
         self._task = asyncio.current_task()
         self._has_sampled = False
         self._has_drawn = False
@@ -355,9 +266,7 @@ class Execution:
         if not is_seeded and key not in self._answers:
             sequence = np.random.SeedSequence((self._seed, self._place, next(self._seeds)))
             kwargs["seed"] = model_seed(sequence)
-        answer = self._answer(key, name, functools.partial(ask, *args, **kwargs))
-        self._coroutines.append((name, cast("CoroutineType[Any, Any, Any]", answer)))
-        return answer
+        return self._answer(key, name, functools.partial(ask, *args, **kwargs))
 
     async def _answer(self, key: AnswerKey, name: str, ask: Callable[[], Any]) -> Any:
         if key in self._answers:
@@ -366,7 +275,7 @@ class Execution:
                 raise found.fresh()
             return found
         if not self._is_live:
-            raise _impure(f"it asked for another {name} than before")
+            raise _impure(f"asked for another {name}")
         try:
             found = await ask()
         except GenrtError as error:
@@ -384,12 +293,8 @@ class Execution:
         contexts share all that was computed.
         """
         made = begin_context(self._lm._contexts, prompt, adapter, ParticleContext)
-        begun: Hashable = tuple(made.token_ids)
-        if isinstance(prompt, ParticleContext):
-            begun = prompt.history
-        return made._belong(self, hash((begun, zlib.crc32((adapter or "").encode()))))
+        return made._belong(self)
 
-    @_tracked
     async def sample(
         self,
         token_ids: TokenIds | Context,
@@ -400,14 +305,12 @@ class Execution:
         proposal: TokenIds | Context | None = None,
         name: str | None = None,
     ) -> int:
-        """Draw a token from the row after ``token_ids`` or a context of ``p.context``, restricted to
-        ``mask`` if there is one. The context stays as it is.
-
-        With a mask the log-weight gains its mass, the logarithm of the probability that the row gives it.
-        A mask of no mass kills the particle, and its program does not go on.
+        """Draw a token from the row after ``token_ids`` or a context of ``p.context``, which stays as it
+        is.
 
         Args:
-            mask: the tokens that may be drawn, as ``AsyncLM.draw`` takes them. After a context, the masks
+            mask: the tokens that may be drawn, as ``AsyncLM.draw`` takes them. The log-weight gains the
+                log-probability of all of them; without any the particle dies. After a context, the masks
                 of all particles' states are computed together.
             temperature: of the row; other than 1, the tempered row is the law. Not with a mask,
                 because the mask's mass belongs to the row.
@@ -417,9 +320,9 @@ class Execution:
             name: names the draw, so that ``Program(given=…)`` can fix its token.
 
         Raises:
-            InvalidRequest: a temperature with a mask or a proposal, one that is not above 0, a ``sample``
-                in another task than the program's, another context than ``p.context`` makes, or an
-                argument that ``AsyncLM.draw`` refuses.
+            InvalidRequest: a temperature with a mask or a proposal, a call in another task than the
+                program's, another context than ``p.context`` makes, or an argument that ``AsyncLM.draw``
+                refuses.
             ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.draw``.
         """
         temperature = checks.check_temperature(temperature)
@@ -427,24 +330,10 @@ class Execution:
             raise InvalidRequest(
                 "sample takes a mask or a proposal, or a temperature: leave one out"
             )
-        allowed: Any = mask
-        key: Any = mask
-        # A text leads to the same state when the program runs again, as long as the record keeps it.
-        if mask is not None and not (
-            isinstance(mask, PackedState) and isinstance(token_ids, Context)
-        ):
-            allowed = packed_words(mask, self._lm.vocab_size)
-            key = zlib.crc32(allowed.numpy().tobytes())
+        self._check_context("sample", token_ids, adapter)
+        self._check_context("sample", proposal)
         is_given = self._is_given(name)
-        arguments = {
-            "token_ids": self._digest_of("sample", token_ids, adapter),
-            "mask": key,
-            "temperature": temperature,
-            "adapter": adapter,
-            "proposal": None if proposal is None else self._digest_of("sample", proposal),
-        }
-        asked = "sample", arguments
-        if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
+        if (recorded := await self._recorded("sample", due=self._has_sampled)) is not None:
             return int(recorded.outcome)
         self._has_sampled = True
         if is_given:
@@ -455,23 +344,22 @@ class Execution:
             logprob = 0.0
             self._weigh(await self._logprob(token_ids, token_id, mask, adapter))
         elif proposal is not None:
-            drawn = await self._draw(proposal, allowed, 1.0, None)
+            drawn = await self._draw(proposal, mask, 1.0, None)
             token_id, logprob = drawn.token_id, drawn.logprob
             if token_id != DEAD:
                 self._weigh(await self._logprob(token_ids, token_id, None, adapter) - logprob)
         else:
-            drawn = await self._draw(token_ids, allowed, temperature, adapter)
+            drawn = await self._draw(token_ids, mask, temperature, adapter)
             token_id, logprob = drawn.token_id, drawn.logprob
             if mask is not None:
                 self._weigh(drawn.log_mass)
         if token_id == DEAD:
             self._weigh(-math.inf)
         self._trace.log_proposal += logprob
-        await self._record(_Choice(asked, self._weighed, token_id, name=name, drawn=token_id))
+        await self._record(_Choice("sample", token_id, name, token_id))
         self._trace.tokens += (token_id,)
         return token_id
 
-    @_tracked
     async def text(
         self,
         token_ids: TokenIds | Context,
@@ -490,57 +378,43 @@ class Execution:
         constraint the log-weight gains the mass of the allowed tokens at each.
 
         Args:
-            max_tokens: the longest text, in tokens with its end token.
-            stop: the end of a text, which does not include it.
             constraint: the texts that may be drawn. Make it outside of the program: particles with one
                 constraint are drawn in one question.
-            temperature: above 0; the tempered rows are the law.
             adapter: by name; a context has its own.
             name: names the text, so that ``Program(given=…)`` can fix it.
 
         Raises:
-            InvalidRequest: an argument that a ``TextModel`` refuses, a ``text`` in another task than the
-                program's, or another context than ``p.context`` makes.
-            ContextTooLong: the context and the text exceed ``lm.max_model_len``.
-            UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.draw``.
+            InvalidRequest: an argument that a ``TextModel`` refuses; otherwise as ``sample``.
+            ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``sample``.
         """
+        self._check_context("text", token_ids, adapter)
         is_given = self._is_given(name)
-        if isinstance(token_ids, Context):
-            after = self._digest_of("text", token_ids, adapter)
-            prompt, adapter = tuple(token_ids.token_ids), token_ids.adapter
-        else:
-            prompt = prompt_tokens(self._lm, token_ids, name="token_ids")
-            after = hash(prompt)
-        arguments = {
-            "token_ids": after,
-            "constraint": _comparable(constraint),
-            "max_tokens, stop or temperature": repr((max_tokens, stop, temperature)),
-            "adapter": adapter,
-        }
-        asked = "text", arguments
-        if (recorded := await self._recorded(asked, due=self._has_sampled)) is not None:
+        if (recorded := await self._recorded("text", due=self._has_sampled)) is not None:
             return cast("Text", recorded.outcome)
         self._has_sampled = True
         if (text := self._grown) is None:
+            if isinstance(token_ids, Context):
+                prompt, adapter = tuple(token_ids.token_ids), token_ids.adapter
+            else:
+                prompt = prompt_tokens(self._lm, token_ids, name="token_ids")
             model = self._text_model(prompt, max_tokens, stop, constraint, temperature, adapter)
             start = model.start(prompt)
             if is_given:
                 text = await self._given_text(model, start, name)
             else:
                 self._trace.growing = model, start
-                await self._stop(asked)
+                await self._stop("text")
                 text = cast("Text", self._grown)
         self._grown, self._has_drawn, self._has_weighed, self._has_sampled = None, True, True, True
-        await self._record(_Choice(asked, self._weighed, text, name=name, drawn=text))
+        await self._record(_Choice("text", text, name, text))
         return text
 
     async def _given_text(self, model: TextModel, start: TextTrace, name: str | None) -> Text:
         """Return a given text, whose log-probability the log-weight gains."""
         given, ends = self._given[name], model.ends
         tokens = given.token_ids if isinstance(given, Text) else given
-        ids = prompt_tokens(
-            self._lm, tokens, name=f"the given {name}", begins=False, allow_empty=True
-        )
+        about = f"the given {name}"
+        ids = prompt_tokens(self._lm, tokens, name=about, begins=False, allow_empty=True)
         if len(ends.token_ids) > 1 or ends.strings:
             raise InvalidRequest(f"{name} is given, and has several stops: give it one stop token")
         may_be_cut = model.constraint is None and len(ids) == model.max_tokens
@@ -572,7 +446,6 @@ class Execution:
                 return -math.inf
         return (await self._draw(token_ids, [token_id], 1.0, adapter)).log_mass
 
-    @_tracked
     def condition(
         self, token_ids: TokenIds | Context, continuation: TokenIds, *, adapter: str | None = None
     ) -> Coroutine[Any, Any, None]:
@@ -582,12 +455,11 @@ class Execution:
         Raises:
             InvalidRequest, ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.score``.
         """
-        about = self._digest_of("condition", token_ids, adapter)
+        self._check_context("condition", token_ids, adapter)
         if isinstance(token_ids, Context):
-            ask = functools.partial(Context.score, token_ids)
+            scores = token_ids.score(continuation)
         else:
-            ask = functools.partial(self._lm.score, token_ids, adapter=adapter)
-        scores = self._question("condition", (about, adapter), ask, (continuation,), {})
+            scores = self.lm.score(token_ids, continuation, adapter=adapter)
 
         async def condition() -> None:
             self.observe(float((await scores).double().sum()))
@@ -601,8 +473,6 @@ class Execution:
             InvalidRequest: NaN, +inf, or not a number.
         """
         number = checks.check_log_weight(log_weight, "observe was given")
-        total, size = self._weighed
-        self._weighed = total + number, size + abs(number)
         if self._is_live and self._trace is not None:  # a task of the program's may be late
             self._weigh(number)
 
@@ -610,21 +480,18 @@ class Execution:
         self._trace.log_weight += log_weight
         self._has_weighed = self._has_drawn
 
-    @_tracked
     async def uniform(self) -> float:
         """Draw a number uniformly from [0, 1).
 
         Raises:
             InvalidRequest: awaited in another task than the program's.
         """
-        asked: Asked = ("uniform", {})
-        if (recorded := await self._recorded(asked)) is not None:
+        if (recorded := await self._recorded("uniform")) is not None:
             return float(recorded.outcome)
         drawn = float(self._generator().random())
-        await self._record(_Choice(asked, self._weighed, drawn))
+        await self._record(_Choice("uniform", drawn))
         return drawn
 
-    @_tracked
     async def choice(
         self,
         values: Sequence[T],
@@ -634,9 +501,6 @@ class Execution:
         name: str | None = None,
     ) -> T:
         """Draw one of the values, uniformly, or in proportion to the exponentials of ``log_weights``.
-
-        With values ``range(vocab_size)`` this draws a token by weights of your own, such as the sum of
-        two rows; ``observe`` their ``logsumexp`` first.
 
         Args:
             proposal: other log-weights, which draw instead; the particle's log-weight gains log p - log q
@@ -651,23 +515,21 @@ class Execution:
             raise InvalidRequest(
                 f"choice got a {type(values).__name__}: give the values in a list, in a fixed order"
             )
-        if self._is_live and self._is_dead:
-            await _pause()  # for ever: a dead particle's own weights may have no sum
         count = len(values)
-        shares = None if log_weights is None else _choice_probabilities(log_weights, count)
         if not count:
             raise InvalidRequest("choice got no values: give at least one")
         is_given = self._is_given(name)
-        asked = "choice", {"number of values": count}
+        if (recorded := await self._recorded("choice")) is not None:
+            if recorded.outcome >= count:
+                raise _impure("asked for another choice")
+            return values[int(recorded.outcome)]
+        shares = None if log_weights is None else _choice_probabilities(log_weights, count)
         proposed = shares
         if proposal is not None:
             proposed = _choice_probabilities(proposal, count)
             if (proposed[shares > 0 if shares is not None else ...] == 0).any():
                 raise InvalidRequest("choice got a proposal that cannot draw one of its values")
-        recorded = await self._recorded(asked)
-        if recorded is not None:
-            index = int(recorded.outcome)
-        elif is_given:
+        if is_given:
             places = _places_of(self._given[name], values, name)
             index = places[0]
             self._weigh(float(np.logaddexp.reduce([_log_share(shares, i, count) for i in places])))
@@ -677,17 +539,9 @@ class Execution:
             if proposal is not None:
                 self._weigh(_log_share(shares, index, count) - logprob)
             self._trace.log_proposal += logprob
-        log_share = _log_share(shares, index, count)
         value = values[index]
-        if recorded is None:
-            drawn = None if name is None else _copied(value)
-            await self._record(
-                _Choice(asked, self._weighed, index, _comparable(value), log_share, name, drawn)
-            )
-        elif recorded.value != _comparable(value):
-            raise _impure(f"choice drew {value!r} where it had drawn another value before")
-        elif not _is_close(recorded.log_share, log_share, -log_share):
-            raise _impure(f"choice gave {value!r} another probability than before")
+        drawn = None if name is None else _copied(value)
+        await self._record(_Choice("choice", index, name, drawn))
         return value
 
     def _generator(self) -> np.random.Generator:
@@ -711,88 +565,58 @@ class Execution:
         if self._is_dead:
             await _pause()
         self._trace.choices.append(choice)
-        self._weighed = NOTHING
 
-    async def _recorded(self, asked: Asked, *, due: bool = False) -> _Choice | None:
+    async def _recorded(self, kind: str, *, due: bool = False) -> _Choice | None:
         """Return the recorded outcome of this draw; ``None`` if it is new, after a pause if one is due.
         Raises InvalidRequest in another task than the program's, or if it was another draw before."""
         if asyncio.current_task() is not self._task:
             raise InvalidRequest(
-                f"{asked[0]} was awaited in another task than the program's, as gather and "
+                f"{kind} was awaited in another task than the program's, as gather and "
                 "create_task do: await it in the program itself, one after the other"
             )
         if self._to_replay:
             recorded = self._to_replay.popleft()
-            self._check_same(recorded, asked)
-            self._weighed = NOTHING
+            if recorded.kind != kind:
+                raise _impure(f"asked for another {kind}")
             return recorded
         if not self._is_live:
-            self._check_same(self._trace.pause, asked)
+            if self._trace.pause != kind:
+                raise _impure(f"asked for another {kind}")
             self._is_live = True
-            for own, (history, equal) in zip(self._contexts, self._computed, strict=False):
+            for own, equal in zip(self._contexts, self._computed, strict=False):
                 context = own()
-                if context is not None and equal is not None and context.history == history:
+                if context is not None and equal is not None and _are_same(context, equal):
                     take_over(context, equal)
             self._computed = ()
         elif due or self._has_weighed or self._is_dead:
-            await self._stop(asked)
+            await self._stop(kind)
         self._has_drawn = True
         return None
 
-    async def _stop(self, asked: Asked) -> None:
+    async def _stop(self, kind: str) -> None:
         """Pause before a draw."""
-        self._trace.pause = _Choice(asked, self._weighed)
+        self._trace.pause = kind
         await _pause()
 
-    def _check_same(self, before: _Choice, asked: Asked) -> None:
-        """Raise InvalidRequest if a program that runs again draws or weighs otherwise than before."""
-        (known, old), (kind, new) = before.asked, asked
-        if known != kind:
-            raise _impure(f"it asked for {kind} where it had asked for {known} before")
-        (total, size), (other, other_size) = before.weighed, self._weighed
-        if not _is_close(total, other, max(size, other_size)):
-            raise _impure(f"other values were observed before {kind}")
-        for name, value in new.items():
-            if old[name] != value and not _are_equal_masks(old[name], value):
-                raise _impure(f"{kind} was given another {name} than before")
-
-    def _digest_of(
-        self, method: str, token_ids: TokenIds | Context, adapter: str | None = None
-    ) -> int:
-        """Return a digest of token ids or of a context. Raises InvalidRequest for a context of others."""
-        if isinstance(token_ids, Context):
-            if not isinstance(token_ids, ParticleContext) or token_ids._execution is not self:
+    def _check_context(self, method: str, context: Any, adapter: str | None = None) -> None:
+        """Raise InvalidRequest for a context of others, or an adapter with a context."""
+        if isinstance(context, Context):
+            if not isinstance(context, ParticleContext) or context._execution is not self:
                 raise InvalidRequest(f"{method} got a context of others: begin it by p.context(…)")
             if adapter is not None:
                 raise InvalidRequest("a context has its adapter: p.context(prompt, adapter=…)")
-            return token_ids.history
-        if isinstance(token_ids, np.ndarray | torch.Tensor):
-            token_ids = token_ids.tolist()
-        try:
-            return hash(tuple(token_ids))
-        except TypeError as error:
-            raise InvalidRequest(
-                f"{method} was given {token_ids!r}: give a flat sequence of token ids"
-            ) from error
-
-
-def _are_equal_masks(old: Any, new: Any) -> bool:
-    """Return whether two states of constraints allow the same tokens: the program may make its own."""
-    states = isinstance(old, PackedState) and isinstance(new, PackedState)
-    return states and bool(np.array_equal(old.packed(), new.packed()))
 
 
 def _impure(found: str) -> InvalidRequest:
     return InvalidRequest(
-        f"a program ran again with its recorded choices, and {found}: make it a function of its choices, "
-        "with all its randomness from the execution"
+        f"a program ran again with its recorded choices, and {found} than before: make it a function of "
+        "its choices, with all its randomness from the execution"
     )
 
 
-def _is_close(first: float, second: float, size: float) -> bool:
-    absolute, relative = ROUNDING
-    apart = abs(first - second)
-    return first == second or (apart < math.inf and apart <= absolute + relative * size)
+def _are_same(first: Context, second: Context) -> bool:
+    """Return whether two contexts have the same tokens and adapter."""
+    return first.adapter == second.adapter and first.token_ids == second.token_ids
 
 
 def _comparable(value: Any) -> Any:
@@ -858,7 +682,7 @@ class ProgramTrace(Trace):
     Attributes:
         choices: the draws that its last unit recorded.
         answers: the answers that its last unit recorded.
-        pause: the draw before which the execution stopped.
+        pause: the kind of the draw before which the execution stopped.
         value: the result of the program.
         live: the execution and its coroutine.
         growing: the model and the trace of the text that it draws; ``None`` between texts.
@@ -872,7 +696,7 @@ class ProgramTrace(Trace):
         super().__init__(before)
         self.choices: list[_Choice] = []
         self.answers: list[tuple[AnswerKey, Any]] = []
-        self.pause: _Choice | None = None if before is None else before.pause
+        self.pause: str | None = None if before is None else before.pause
         self.growing: Growing | None = None if before is None else before.growing
         self.value: Any = None
         self.live: list[Live] = []
@@ -899,19 +723,15 @@ class ProgramTrace(Trace):
 
     def die(self) -> None:
         """End the execution, and its text."""
-        for execution, coroutine in self.live:
+        for _, coroutine in self.live:
             coroutine.close()
-            execution._close()
         self.live, self.growing = [], None
 
 
 def _forks(live: Sequence[Live]) -> Computed:
-    """Return forks of an execution's contexts, with their histories; ``None`` for a closed one."""
+    """Return forks of an execution's contexts."""
     kept = [each() for execution, _ in live for each in execution._contexts]
-    return [
-        (0, None) if each is None or each.is_closed else (each.history, each.copied(Context))
-        for each in kept
-    ]
+    return [None if each is None or each.is_closed else each.copied(Context) for each in kept]
 
 
 class Program:
@@ -966,7 +786,10 @@ class Program:
     def text(self, trace: ProgramTrace) -> str:
         """Return the text of the sampled tokens as UTF-8; other bytes show as U+FFFD and their number.
         Without a tokenizer it is ``""``."""
-        vocabulary = checks.token_bytes(self.lm)
+        try:
+            vocabulary = self.lm.byte_vocab
+        except (InvalidRequest, EngineUnsupported):
+            return ""
         return decoded(b"".join(vocabulary[token_id] for token_id in trace.token_ids))
 
     def value(self, trace: ProgramTrace) -> Any:
@@ -1033,7 +856,7 @@ class Program:
         temperature: float,
         adapter: str | None,
     ) -> TextModel:
-        """Return the model of a text, one for equal arguments; its prompt is of no consequence."""
+        """Return the model of a text, one for equal arguments but the prompt."""
         key = id(constraint), adapter, repr((max_tokens, stop, temperature))
         if (model := self._text_models.get(key)) is None:
             model = TextModel(
@@ -1048,16 +871,6 @@ class Program:
         model.laws[0].check_length(model.max_tokens, prompt)
         return model
 
-    def _begun(self, trace: ProgramTrace, computed: Computed) -> Live:
-        """Return a new execution, which replays a trace."""
-        execution = Execution(self, trace, computed)
-        coroutine = self._function(execution)
-        if not inspect.iscoroutine(coroutine):
-            raise InvalidRequest(
-                f"the program returned a {type(coroutine).__name__}: make it an async def"
-            )
-        return execution, coroutine
-
     async def _go_on(
         self,
         trace: ProgramTrace,
@@ -1069,16 +882,18 @@ class Program:
         """Run the execution of a new trace to its next pause, with the text at which it paused, and add
         what it did to the trace."""
         if not trace.live:
-            trace.live = [self._begun(trace, computed)]
+            execution = Execution(self, trace, computed)
+            coroutine = self._function(execution)
+            if not inspect.iscoroutine(coroutine):
+                raise InvalidRequest(
+                    f"the program returned a {type(coroutine).__name__}: make it an async def"
+                )
+            trace.live = [(execution, coroutine)]
         [(execution, coroutine)] = trace.live
         execution._begin(trace, seed, place, text)
         trace.growing = None
         try:
             finished, value = await _until_pause(coroutine)
-        except (AttributeError, TypeError, ValueError) as error:
-            # A forgotten await: a coroutine was used as a value.
-            execution._check_awaited(error)
-            raise
         finally:
             # Breaks the cycle: the task holds the result, which holds the execution.
             execution._task = execution._trace = None
@@ -1086,17 +901,12 @@ class Program:
             trace.die()
             return
         if finished:
-            execution._check_awaited()
             if not execution._is_live:
-                raise _impure("returned where it had drawn before")
+                raise _impure("returned earlier")
             if unknown := self._given.keys() - execution._names:
                 names = ", ".join(sorted(map(repr, unknown)))
                 raise InvalidRequest(
                     f"the program ended without a draw called {names}, which is given: name draws"
-                )
-            if inspect.isawaitable(value):
-                raise InvalidRequest(
-                    f"the program returned an unawaited {type(value).__name__}: write await before it"
                 )
             trace.finished, trace.value, trace.live = True, value, []
 

@@ -73,20 +73,18 @@ def beam_search(
     With ``TextModel(…, unit="\\n\\n")`` it searches by paragraphs, as reward models judge them.
     """
     by = None if reward is None else _judge(model, reward)
-    width, branches = check_int("width", width, 1), check_int("branches", branches, 1)
     kernel = chain(branch(branches, share=False), extend(model), keep(width, by=by))
     return Sampler(model, kernel, num_particles=width)
 
 
 def stochastic_beam_search(model: TextModel, *, width: int) -> Sampler:
-    """Return a sampler of ``width`` different texts, drawn token by token without replacement, with
-    weights that leave evidence and expectations unbiased (Kool, van Hoof & Welling 2019, *Stochastic
-    beams and where to find them*).
+    """Return a sampler of ``width`` different texts, drawn without replacement, with weights that leave
+    evidence and expectations unbiased (Kool, van Hoof & Welling 2019, *Stochastic beams and where to find
+    them*).
 
-    Each text has a key: log q plus Gumbel noise, where q draws under the masks. The texts of the largest
-    keys are a sample without replacement. A prefix has the largest key of its continuations, so a search
-    from the empty text finds them. With the next smaller key k, a text weighs its target divided by the
-    probability that its key is above k.
+    Each text has a key: log q plus Gumbel noise, where q draws under the masks. A prefix has the largest
+    key of its continuations, so a search finds the texts of the largest keys. With the next smaller key
+    k, a text weighs its target divided by the probability that its key is above k.
     """
     size = check_int("width", width, 1, 2**31)
     checked_text_model(model)
@@ -121,8 +119,7 @@ def stochastic_beam_search(model: TextModel, *, width: int) -> Sampler:
         chosen, below = order[:size], keys[order[size]] if len(order) > size else -math.inf
         log_weights = np.array([_log_target(beam[i]) for i in chosen]) + math.log(len(chosen))
         log_weights -= np.log(-np.expm1(-np.exp(log_q[chosen] - below)))
-        after = state.take(np.zeros(len(chosen), np.int64), log_weights, resampled=False)
-        return replace(after, particles=tuple([beam[i] for i in chosen]))
+        return _found(state, [beam[i] for i in chosen], log_weights)
 
     return Sampler(model, search, num_particles=1)
 
@@ -179,8 +176,7 @@ def best_first(
             new = await model.longer([each[2] for each in popped], [each[4] for each in popped])
         best += sorted(each for each in heap if each[4] is None)[: size - len(best)]
         log_weights = -np.array([each[0] for each in best])
-        after = state.take(np.zeros(len(best), np.int64), log_weights, resampled=False)
-        after = replace(after, particles=tuple([each[2] for each in best]))
+        after = _found(state, [each[2] for each in best], log_weights)
         return after.labeled(has_evidence=False)
 
     return Sampler(model, search, num_particles=1)
@@ -250,11 +246,11 @@ def tempered(
 
 class Rejection(Sampler):
     """Rejection sampling for a ``TextModel``: independent texts of its target, weighted alike, at a cost
-    of 1 / Z texts for each (von Neumann 1951). It is one step.
+    of 1 / Z texts for each (von Neumann 1951), in one step.
 
-    It draws whole texts without the constraint, and accepts one with probability
-    1[x in C] exp(phi(x) - c), for a bound c of the potential phi. For a run that stops at the k-th
-    accepted text, the n-th drawn, or at n = N texts,
+    Texts drawn without the constraint are accepted with probability 1[x in C] exp(phi(x) - c), for a
+    bound c of the potential phi. If it stops at the k-th accepted text, the n-th drawn, or after
+    N = ``max_texts`` texts,
 
         Z_hat = exp(c) (k - 1) / (n - 1)  if it stopped at the k-th,    exp(c) accepted / N  else,
 
@@ -324,15 +320,9 @@ class Rejection(Sampler):
             drawn += places[-1] + 1 if len(kept) == wanted else size
         # Of one text there is no estimate, and its weight is of no consequence.
         share = acceptance_rate(len(kept), drawn, is_enough=len(kept) == wanted) or 1.0
-        after = state.take(np.zeros(len(kept), np.int64), np.zeros(len(kept)), resampled=False)
-        return replace(
-            after,
-            particles=tuple(kept),
-            log_weights=frozen(np.full(len(kept), math.log(share) + self._bound)),
-            eve=frozen(np.arange(len(kept))),
-            has_families=True,
-            has_evidence=wanted > 1,
-        )
+        after = _found(state, kept, np.full(len(kept), math.log(share) + self._bound))
+        families = frozen(np.arange(len(kept)))
+        return after.labeled(eve=families, has_families=True, has_evidence=wanted > 1)
 
     async def _log_chances(self, texts: Sequence[Text]) -> Floats:
         """Return the logarithms of the texts' chances to be accepted."""
@@ -358,9 +348,8 @@ def acceptance_rate(kept: int, drawn: int, *, is_enough: bool) -> float:
 
 
 class BestOfN(Sampler):
-    """The best of N texts, drawn under the masks of the model's constraint, by its potential: a common
-    baseline, and no sample of a posterior. The result has all N texts, the best with the only positive
-    weight, and a log evidence of NaN.
+    """The best of N texts, drawn under the masks of the model's constraint: no sample of a posterior. The
+    result has all N texts, the best with the only positive weight, and a log evidence of NaN.
 
     ::
 
@@ -399,6 +388,12 @@ class BestOfN(Sampler):
         if state.log_weights[best] > -math.inf:
             log_weights[best] = 0.0
         return replace(super().result(state), log_weights=frozen(log_weights))
+
+
+def _found(state: State, traces: Sequence[Any], log_weights: Floats) -> State:
+    """Return traces that a search from the first particle found, as particles of these log-weights."""
+    after = state.take(np.zeros(len(traces), np.int64), log_weights, resampled=False)
+    return replace(after, particles=tuple(traces))
 
 
 def _judge(

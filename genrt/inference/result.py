@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from genrt.errors import ExtraNotInstalled, InvalidRequest
-from genrt.inference.display.formatting import STYLE, count_of, fixed, label, number, shorten
-from genrt.inference.display.genealogy import Genealogy
 from genrt.inference.estimates import (
     ChainStatistics,
     Diagnosis,
@@ -25,6 +22,7 @@ from genrt.inference.estimates import (
     relative_error,
     tail_in_words,
 )
+from genrt.inference.formatting import count_of, fixed, label, number, shorten
 from genrt.inference.model import Deaths, Info
 from genrt.inference.resampling import (
     Ancestors,
@@ -41,15 +39,15 @@ if TYPE_CHECKING:
 SHOWN = 10
 """The rows of a posterior's table; the rest is one row more."""
 
-WIDEST, TITLE = 100, 1500
-"""The most characters of a value in the table, and of its title."""
+WIDEST = 100
+"""The most characters of a value in the table."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Result:
-    r"""Weighted texts, and the history of the particles: plain data, independent of the runtime.
+    r"""Weighted texts, and the records of the steps: plain data, independent of the runtime.
 
-    ``print`` shows the posterior's table; Jupyter shows it with the genealogy of the particles.
+    ``print`` and a notebook show figures and the posterior, as a text of bounded size.
 
     Attributes:
         texts: the particles' bytes as UTF-8, dead ones as far as they got. A byte that is not UTF-8, as
@@ -81,8 +79,6 @@ class Result:
     deaths: Deaths = field(default_factory=Deaths)
     eve: Ancestors | None = None
     resamplings: int = 0
-    _tokens: Mapping[int, bytes] = field(default_factory=dict)
-    """The bytes of each drawn token."""
 
     @property
     def ess(self) -> float:
@@ -94,11 +90,6 @@ class Result:
         if not self._alive:
             return 0.0
         return effective_sample_size(self.log_weights) if self.chains is None else self.chains.ess
-
-    @property
-    def ancestors(self) -> tuple[Ancestors, ...]:
-        """The ancestors of every step, int64 ``[N]`` each."""
-        return tuple(info.ancestors for info in self.infos)
 
     @property
     def weights(self) -> Floats:
@@ -215,19 +206,6 @@ class Result:
             raise InvalidRequest(f"chains are diagnosed by numbers: {error}") from error
         return diagnose(np.array(numbers, dtype=np.float64))
 
-    def genealogy(self, *, lineages: int = 24) -> Genealogy:
-        """Return the family tree of the particles, with their tokens.
-
-        Args:
-            lineages: the most to show: survivors first, distinct texts before equal ones, and a sample
-                of lineages that died or have no children.
-
-        Raises:
-            InvalidRequest: the result has no steps; or ``lineages`` is under 1.
-        """
-        self._check_steps()
-        return Genealogy(self.infos, self._tokens, check_int("lineages", lineages, 1))
-
     def to_pandas(self, *, steps: bool = False) -> DataFrame:
         """Return a table with a row for each particle, or for each step.
 
@@ -249,7 +227,10 @@ class Result:
                 'tables need pandas, which is not installed: pip install "genrt[plot]"'
             ) from error
         if steps:
-            self._check_steps()
+            if not self.infos:
+                raise InvalidRequest(
+                    "this result has no steps: SMC and importance sampling keep them"
+                )
             columns = {
                 "resampled": [info.resampled for info in self.infos],
                 "ancestors": [len(np.unique(info.ancestors)) for info in self.infos],
@@ -284,101 +265,41 @@ class Result:
             errors.append(relative_error(info.log_weights, eve, resamplings))
         return errors
 
-    def _check_steps(self) -> None:
-        if not self.infos:
-            raise InvalidRequest("this result has no steps: SMC and importance sampling keep them")
-
     def __repr__(self) -> str:
-        parts = [count_of(len(self.values), "particle"), f"{self._alive:,} alive"]
-        if self.infos:
-            parts.append(count_of(len(self.infos), "step"))
-        if self.chains is None:
-            parts.append(f"log_evidence={fixed(self.log_evidence)}, ess={self.ess:.1f}")
-        else:
-            parts.append(count_of(len(self.chains.values), "chain"))
-            parts.append(f"ess={self.ess:.1f}, r_hat={self.chains.r_hat:.2f}")
-        parts += [f'{weight:.3f} "{shorten(each, 60)}"' for each, weight, _, _ in self._rows(1)[:1]]
-        return f"Result({', '.join(parts)})"
+        particles = f"{count_of(len(self.values), 'particle')}, {self._alive:,} alive"
+        return f"Result({particles}, log_evidence={fixed(self.log_evidence)}, ess={self.ess:.1f})"
 
     def __str__(self) -> str:
         figures = list(self._figures())
-        name_width, figure_width, _ = (
-            max(map(len, column)) for column in zip(*figures, strict=True)
-        )
-        lines = [
-            f"{name:<{name_width}}  {figure:>{figure_width}}  {note}".rstrip()
-            for name, figure, note in figures
-        ]
-        rows = self._rows()
-        weights = [f"{weight:.4f}{_plus_minus(error)}" for _, weight, error, _ in rows]
-        wide = max(map(len, weights), default=0)
+        names, numbers = (max(map(len, column)) for column in [*zip(*figures, strict=True)][:2])
+        lines = [f"{a:<{names}}  {b:>{numbers}}  {note}".rstrip() for a, b, note in figures]
+        rows = []
+        for value, weight, error in self._rows():
+            bar = "" if math.isnan(error) else f" \N{PLUS-MINUS SIGN} {error:.4f}"
+            rows.append((f"{weight:.4f}{bar}", value))
+        wide = max((len(weight) for weight, _ in rows), default=0)
         lines += ["", f"{'weight':<{wide}}  value" if rows else self._explain_empty()]
-        lines += [
-            f"{weight:<{wide}}  {shorten(row[0], WIDEST)}"
-            for weight, row in zip(weights, rows, strict=True)
-        ]
+        lines += [f"{weight:<{wide}}  {shorten(value, WIDEST)}" for weight, value in rows]
         return "\n".join(lines)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Show the result in a terminal's IPython."""
+        """Show the result in IPython and Jupyter."""
         printer.text(repr(self) if cycle else str(self))
 
-    def _repr_html_(self) -> str:
-        """Return figures, posterior and genealogy as a piece of HTML of bounded size, without scripts and
-        external parts, in the colors of the page."""
-        figures = [
-            f'<div><span class="note">{name}</span> <b>{figure}</b> '
-            f'<span class="note">{html.escape(note)}</span></div>'
-            for name, figure, note in self._figures()
-        ]
-        head = f'<div class="genrt"><style>{STYLE}</style><div class="figures">'
-        parts = [head, *figures, "</div>", *self._table()]
-        if self.infos:
-            tree = self.genealogy()._repr_html_()
-            parts.append(f'<details open=""><summary>genealogy</summary>{tree}</details>')
-        return "\n".join([*parts, "</div>"])
-
-    def _table(self) -> Iterable[str]:
-        rows = self._rows()
-        if not rows:
-            yield f"<p>{self._explain_empty()}</p>"
-            return
-        names = "<th>weight</th><th></th><th>particles</th><th>value</th>"
-        yield f'<table class="posterior"><thead><tr>{names}</tr></thead><tbody>'
-        longest = max(share + (more if more > 0 else 0.0) for _, share, more, _ in rows[:SHOWN])
-        scale = 100 / longest
-        for place, (value, weight, error, particles) in enumerate(rows):
-            bar = f'<div class="bar"><div style="width:{scale * weight:.1f}%"></div>'
-            if error > 0:  # a line from one standard error below the weight to one above
-                low = max(weight - error, 0.0)
-                wide = scale * (weight + error - low)
-                bar += f'<i style="left:{scale * low:.1f}%;width:{wide:.1f}%"></i>'
-            shown = shorten(value, WIDEST)
-            title = f' title="{html.escape(value[:TITLE])}"' if shown != value else ""
-            # A right-to-left text keeps its direction, but an escape in it must not be reversed.
-            direction = "ltr" if "\\" in shown else "auto"
-            yield (
-                f'<tr><td class="weight">{weight:.4f}{_plus_minus(error)}</td>'
-                f"<td>{bar + '</div>' if place < SHOWN else ''}</td>"
-                f'<td class="weight">{particles:,}</td><td class="text"{title}>'
-                f'<bdi dir="{direction}">{html.escape(shown)}</bdi></td></tr>'
-            )
-        yield "</tbody></table>"
-
-    def _rows(self, most: int = SHOWN) -> list[tuple[str, float, float, int]]:
-        """Return the heaviest distinct values, each as one printable line, with its weight, the standard
-        error, NaN if unknown, and its number of particles; all others together in one row."""
+    def _rows(self) -> list[tuple[str, float, float]]:
+        """Return the heaviest distinct values, each as one printable line, with its weight and the
+        standard error, NaN if unknown; all others together in one row."""
         places: defaultdict[Any, list[int]] = defaultdict(list)
         for place in np.nonzero(self.weights)[0].tolist():
             places[key_of(self.values[place])].append(place)
         weights = self.weights
         distinct = sorted(places.values(), key=lambda own: -math.fsum(weights[own]))
-        named = [(label(self.values[own[0]]), own) for own in distinct[:most]]
-        if others := distinct[most:]:
+        named = [(label(self.values[own[0]]), own) for own in distinct[:SHOWN]]
+        if others := distinct[SHOWN:]:
             named.append((f"({count_of(len(others), 'value')} more)", [*chain(*others)]))
         flags = [np.isin(np.arange(len(weights)), own).astype(float) for _, own in named]
         return [
-            (name, float(weights[own].sum()), self._error_of(each), len(own))
+            (name, float(weights[own].sum()), self._error_of(each))
             for (name, own), each in zip(named, flags, strict=True)
         ]
 
@@ -409,15 +330,10 @@ class Result:
             missing = f"; {chains.missing:,} more found no text" if chains.missing else ""
             steps = count_of(len(chains.values[0]), "step")
             yield "chains", f"{len(chains.values):,}", f"of {steps} each{missing}"
-            known = chains.ess == chains.ess
-            note = "by autocorrelation" if known else "too few steps, or all at one value: unknown"
-            yield "ESS", f"{chains.ess:,.1f}" if known else number(math.nan), note
-            known = chains.r_hat == chains.r_hat
-            yield (
-                "R-hat",
-                number(chains.r_hat, digits=2),
-                "1 if chains agree" if known else "unknown",
-            )
+            is_unknown = math.isnan(chains.ess)
+            note = "too few steps, or all at one value" if is_unknown else "by autocorrelation"
+            yield "ESS", number(chains.ess, digits=1), note
+            yield "R-hat", number(chains.r_hat, digits=2), "1 if chains agree"
             yield "accepted", f"{chains.acceptance.mean():.2f}", "of the moves"
         else:
             yield "ESS", f"{self.ess:,.1f}", ""
@@ -427,8 +343,3 @@ class Result:
             often = sum(info.resampled for info in self.infos)
             note = f"resampled before {often:,} of them" if often else "never resampled"
             yield "steps", f"{len(self.infos):,}", note
-
-
-def _plus_minus(error: float) -> str:
-    """Return a standard error after a weight; "" if it is unknown."""
-    return "" if math.isnan(error) else f" \N{PLUS-MINUS SIGN} {error:.4f}"

@@ -1,15 +1,13 @@
 r"""Samplers: a state is stepped until it is done, and becomes a result.
 
 Sequential Monte Carlo: N particles of a model grow side by side. A step grows each one by a unit and
-multiplies its weight by the gain that the model returns. Weights are unnormalized and carried along, so
-at any step
+multiplies its weight by the gain that the model returns, so that at any step
 
     Z_hat = (1/N) sum_i w_i,        E[Z_hat] = Z at the end,
 
-resampled or not, because resampling is unbiased: ancestor i gets N w_i / sum_j w_j children in
-expectation, each of weight Z_hat. It happens before a step, by default when the effective sample size
-ESS = (sum w)^2 / sum w^2 is under half of N: never after the last, where it would only add variance. The
-weighted particles estimate the target consistently as N grows.
+resampled or not, because resampling is unbiased. It happens before a step, by default when the effective
+sample size ESS = (sum w)^2 / sum w^2 is under half of N: never after the last, where it would only add
+variance.
 
 Gordon, Salmond & Smith (1993), *Novel approach to nonlinear/non-Gaussian Bayesian state estimation*
 (the bootstrap filter). Del Moral, Doucet & Jasra (2006), *Sequential Monte Carlo samplers* (evidence,
@@ -29,7 +27,7 @@ import numpy as np
 
 from genrt.errors import InvalidRequest
 from genrt.inference import kernels
-from genrt.inference.checks import check_callable, checked_state, token_bytes
+from genrt.inference.checks import check_callable, checked_state
 from genrt.inference.kernels import Kernel, Rule, chain, conditional, extend
 from genrt.inference.model import DEAD, Deaths, Info, Model, State, Trace, checked_model, frozen
 from genrt.inference.resampling import (
@@ -166,8 +164,8 @@ class Sampler:
     """``run``, blocking: in another thread, which also calls ``on_step``. An interrupt cancels it."""
 
     def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
-        """Return a state as a result, with the infos of the steps before it. Before the last step the
-        texts are prefixes, and so the evidence is that of prefixes."""
+        """Return a state as a result, with the infos of the steps before it. Before the last step texts
+        and evidence are those of prefixes."""
         return result_of(
             self.model,
             state.particles,
@@ -177,21 +175,11 @@ class Sampler:
             deaths=Deaths.of(self.model, state),
             eve=state.eve if state.has_families else None,
             resamplings=state.resamplings,
-            _tokens=self._drawn_tokens(infos),
         )
-
-    def _drawn_tokens(self, infos: Sequence[Info]) -> dict[int, bytes]:
-        """Return the bytes of every token that was drawn, by its id; ``{}`` without a runtime."""
-        if (lm := runtime_of(self.model)) is None:
-            return {}
-        drawn = set().union(*(np.unique(info.token_ids).tolist() for info in infos)) - {DEAD}
-        vocabulary = token_bytes(lm)
-        return {each: vocabulary[each] for each in sorted(drawn)}
 
 
 class SMC(Sampler):
-    """Sequential Monte Carlo for one model: ``chain(resample(), extend(model))``; the module's docstring
-    has the mathematics.
+    """Sequential Monte Carlo: ``chain(resample(), extend(model))``.
 
     ::
 
@@ -210,10 +198,9 @@ class SMC(Sampler):
     ) -> None:
         """
         Args:
-            resample_when: resample when the effective sample size is under this share of N: 0 is
-                importance sampling, 1 resamples whenever weights differ. Or a rule of your own, called
-                before every step that has a particle alive.
-            resample: the scheme; ``partial`` keeps the weights of most particles. Or your own.
+            resample_when: resample if the effective sample size is under this share of N, or by a rule of
+                your own, as ``below`` of the kernel ``resample``; 0 is importance sampling.
+            resample: the scheme, as for the kernel.
 
         Raises:
             InvalidRequest: an argument is out of range.

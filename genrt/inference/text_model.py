@@ -8,24 +8,21 @@ The base law p is the language model's own, token by token, ended by the end tok
 Z is the evidence. With a constraint a text must end by the end token within ``max_tokens`` to be in C;
 without one, a cut text is an outcome like any other. Without constraint and potential Z = 1.
 
-A particle's next token is drawn from the row p(. | text) restricted to the tokens A(text) that the
-constraint allows, and its weight gains the mass of A under the row:
+A token is drawn from the row p(. | text) restricted to the tokens A that the constraint allows, and the
+weight gains the mass of A under the row:
 
     q(x) = p(x) 1[x in A] / p(A),        w <- w p(x) / q(x) = w p(A).
 
-``stop`` decides how a text ends. By tokens: p(x) is the product of the tokens' probabilities, times that
-of all stop tokens together at its end. By strings: tokens are drawn until they spell one; p(x) is the
-probability of all drawn tokens, and the text is the part before the string, which may begin inside a
-token. Without a stop (``stop=None``): a text has ``max_tokens`` tokens, or fewer if the constraint allows
-no more, and p(x) is the product of the tokens' probabilities, the probability that the model continues
-with x. No such text begins with another, so Z is a probability here, too.
+``stop`` decides how a text ends. By tokens: p(x) has the probability of all stop tokens together as its
+last factor. By strings: tokens are drawn until they spell one; p(x) is the probability of all drawn
+tokens, and the text is the part before the string, which may begin inside a token. Without a stop
+(``stop=None``): a text has ``max_tokens`` tokens, or fewer if the constraint allows no more, and p(x) is
+the probability that the model continues with x.
 
-At the last token only the end token completes a constrained text, so A is the end token alone. A text
-with p(A) = 0 is dead: its weight is 0. For a constraint that judges tokens slowly, adaptive weighted
-rejection draws from the same q and gains an unbiased estimate of p(A) (``genrt.inference.awrs``).
-
-Several laws p_1, p_2, ... with powers multiply: the target has prod_i p_i(x)^a_i in place of p(x). Then q
-is this product over the tokens, normalized on A, and the gain is its sum over A.
+At the last token of a constrained text A is the end token alone. A text with p(A) = 0 is dead: its
+weight is 0. Adaptive weighted rejection draws from the same q and gains an unbiased estimate of p(A)
+(``genrt.inference.awrs``). Several laws with powers multiply: the target has prod_i p_i(x)^a_i in place
+of p(x), q is this product normalized on A, and the gain is its sum over A.
 
 Another law d of the same tokens may propose: another prompt, adapter or model. It draws tokens under the
 constraint, and the target does not change: the weight of a unit is
@@ -33,9 +30,7 @@ constraint, and the target does not change: the weight of a unit is
     w <- w p(x) / q(x),        q(x) = d(x) 1[x in A] / d(A),
 
 with d(A) replaced by its estimate under rejection. d must be able to write every text that the model can
-write, as any softmax can. The model scores a unit of all texts in one question. These are the weights of
-importance sampling; Chen et al. (2023), *Accelerating large language model decoding with speculative
-sampling*, accept or reject such blocks.
+write, as any softmax can. The model scores a unit of all texts in one question.
 
 A twist psi guides particles while they grow and does not change the target: a text of t tokens has gained
 psi(x_1:t), which its next unit replaces, and phi at its end:
@@ -109,8 +104,7 @@ NO_TOKEN = DEAD, -math.inf, 0.0
 class TextModel:
     """A language model's texts after a prompt, under a constraint, weighted by a potential.
 
-    Many algorithms may run one model at once. Equal prefixes share one row, one mask and one call of a
-    potential in every step.
+    Many algorithms may run one model at once. Equal prefixes share rows, masks and calls of a potential.
 
     Attributes:
         laws: the factors of the target.
@@ -123,12 +117,8 @@ class TextModel:
     """
 
     laws: tuple[Law, ...]
-    lm: AsyncLM
-    constraint: Constraint | None
-    potential: Potential | None
     eos_token_id: int | None
     ends: Ends
-    max_tokens: int
 
     def __init__(
         self,
@@ -229,13 +219,8 @@ class TextModel:
     def __repr__(self) -> str:
         what = {"constraint": self.constraint, "potential": self.potential, "twist": self._twist}
         given = "".join(f", {name}={each!r}" for name, each in what.items() if each is not None)
-        laws = "" if len(self.laws) == 1 else f"{len(self.laws)} laws, "
-        return f"TextModel({laws}{len(self.prompt)} tokens, max_tokens={self.max_tokens}{given})"
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        """The token ids of the first law's prompt."""
-        return self.laws[0].ids
+        tokens = " + ".join(f"{len(each.ids)} tokens" for each in self.laws)
+        return f"TextModel({tokens}, max_tokens={self.max_tokens}{given})"
 
     @property
     def has_exact_weights(self) -> bool:
@@ -464,7 +449,7 @@ class TextModel:
         where = _flags(places, len(populations[0]))
         if self._rejects:
             rows = await gather_all([each.logprobs(where=where) for each in populations])
-            return await self._draw_by_rejection(laws, rows, traces, seed)
+            return await self._draw_by_rejection(rows, traces, seed)
         law, is_one = laws[0], len(laws) == 1 and laws[0].power == 1
         # Without a mask, or if another law's draws are weighed, the mass is not needed.
         has_mass = self._start is not None and self._proposer is None
@@ -543,15 +528,10 @@ class TextModel:
         return masks
 
     async def _draw_by_rejection(
-        self,
-        laws: Sequence[Law],
-        rows: Sequence[Tensor],
-        traces: Sequence[TextTrace],
-        seed: int,
+        self, rows: Sequence[Tensor], traces: Sequence[TextTrace], seed: int
     ) -> Draws:
         states: list[CheckedState] = [each.constraint_state for each in traces]
-        at_last = self._at_last(traces)
-        weights, endings = await asyncio.to_thread(self._weights, laws, rows, states, at_last)
+        weights, endings = await asyncio.to_thread(self._weights, rows, traces)
         rngs = [*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(len(states)))]
         found = await gather_all(
             draw_allowed(row, state.check, rng, self._rejection)
@@ -569,22 +549,19 @@ class TextModel:
         return drawn
 
     def _weights(
-        self,
-        laws: Sequence[Law],
-        rows: Sequence[Tensor],
-        states: Sequence[CheckedState],
-        at_last: Sequence[bool],
+        self, rows: Sequence[Tensor], traces: Sequence[TextTrace]
     ) -> tuple[Floats, Floats]:
         """Return the tokens' weights ``[n, V]``, 0 where the constraint is not checked, with the sum of
         all stop tokens at the end token; and the weight of each stop token, in order."""
-        log_weights = product_of_rows(laws, rows).cpu().double()
+        log_weights = product_of_rows(self._drawing_laws, rows).cpu().double()
         check_finite(log_weights.numpy())
         weights: Floats = log_weights.exp().numpy()
+        states = [each.constraint_state for each in traces]
         distinct = {id(state): state for state in states}
         allowed = {key: state.mask().cpu().numpy() for key, state in distinct.items()}
         stops = sorted(self.ends.token_ids)
         endings = weights[:, stops]
-        for row, state, is_last in zip(weights, states, at_last, strict=True):
+        for row, state, is_last in zip(weights, states, self._at_last(traces), strict=True):
             ending = row[stops].sum()
             row[stops] = 0.0
             # The end token stands for all stop tokens in the check of the constraint.
@@ -663,19 +640,18 @@ class TextModel:
                 continue
             is_end = token_id in self.ends.token_ids
             text = None if is_end else self._cut_at_string(trace, token_id)
-            new.append(
-                TextTrace(
-                    trace,
-                    (token_id,),
-                    b"" if is_end else self._byte_vocab[token_id],
-                    constraint_state=state,
-                    log_weight=log_mass,
-                    log_proposal=logprob,
-                    finished=is_end or text is not None or trace.count >= longest,
-                    is_end=is_end,
-                    text=text,
-                )
+            longer = TextTrace(
+                trace,
+                (token_id,),
+                b"" if is_end else self._byte_vocab[token_id],
+                constraint_state=state,
+                log_weight=log_mass,
+                log_proposal=logprob,
+                finished=is_end or text is not None or trace.count >= longest,
+                is_end=is_end,
+                text=text,
             )
+            new.append(longer)
         return new
 
     def _cut_at_string(self, trace: TextTrace, token_id: int) -> Text | None:

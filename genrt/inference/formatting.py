@@ -7,37 +7,7 @@ one line.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any
-
-from genrt.tokens.texts import decoded
-
-BLUE, GREY = "#2f7fc1", "#8b929c"
-"""Visible on white and on black."""
-
-STYLE = f"""
-.genrt {{ font: 13px/1.45 system-ui, sans-serif; }}
-.genrt .figures {{ display: flex; flex-wrap: wrap; gap: 6px 28px; margin: 2px 0 10px; }}
-.genrt .figures div {{ white-space: nowrap; }}
-.genrt b {{ font-weight: 600; font-size: 15px; }}
-.genrt .note {{ opacity: .65; }}
-.genrt table {{ border-collapse: collapse; margin: 0 0 12px; border: 0; font-size: 13px; }}
-.genrt tr, .genrt tr:hover, .genrt tr:nth-child(even) {{ background: none; }}
-.genrt th, .genrt td {{ border: 0; padding: 2px 10px 2px 0; text-align: left; vertical-align: top; }}
-.genrt th {{ font-weight: 400; opacity: .65; }}
-.genrt td.weight {{ text-align: right; font-variant-numeric: tabular-nums; }}
-.genrt td.text {{ font-family: ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap;
-  overflow-wrap: anywhere; }}
-.genrt .bar {{ width: 120px; height: 10px; margin-top: 5px; position: relative; }}
-.genrt .bar i {{ position: absolute; top: 4px; height: 2px; background: currentColor; }}
-.genrt .bar div {{ height: 10px; border-radius: 1px; background: {BLUE}; opacity: .75; }}
-.genrt caption {{ text-align: left; white-space: nowrap; }}
-.genrt .tree td.text {{ border-left: 1px solid {GREY}; padding-left: 4px; }}
-.genrt .tree .died, .genrt .tree .dropped {{ opacity: .65; }}
-.genrt summary {{ cursor: pointer; margin: 0 0 6px; }}
-"""
-"""The style of results in a page."""
 
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 MINUS = "\N{MINUS SIGN}"
@@ -90,17 +60,3 @@ def number(value: float, *, digits: int = 3) -> str:
 def count_of(count: int, noun: str) -> str:
     """Return ``1 particle``, ``2 particles``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def said(token_ids: Sequence[int], tokens: Mapping[int, bytes]) -> str:
-    """Return the text of tokens, printable; unknown tokens as their numbers."""
-    parts: list[str] = []
-    for is_known, group in groupby(token_ids, key=lambda each: bool(tokens.get(each))):
-        if is_known:
-            parts.append(decoded(b"".join(tokens[each] for each in group)))
-        else:
-            parts += [
-                f"\N{MATHEMATICAL LEFT ANGLE BRACKET}{each}\N{MATHEMATICAL RIGHT ANGLE BRACKET}"
-                for each in group
-            ]
-    return printable("".join(parts))

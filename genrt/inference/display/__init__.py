@@ -1,1 +1,0 @@
-"""Results shown: what their text, HTML and SVG are made of."""
