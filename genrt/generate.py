@@ -73,7 +73,7 @@ logprobs              N          in the lines, with N likeliest tokens each
 schema                FILE       a JSON schema
 regex                 PATTERN
 grammar               TEXT       (or @FILE)
-choice                TEXT+
+choice                TEXT+      the text is one of these; may be repeated, which adds others
 options               JSON       others of lm.chat by name, as {"min_tokens": 8, "ignore_eos": true}
 
 the job

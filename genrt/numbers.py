@@ -94,10 +94,11 @@ def check_timeout(seconds: float | None) -> float | None:
 
 
 def check_options(of: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raise InvalidRequest if an option is not known, with the nearest name."""
+    """Raise InvalidRequest if an option is not known, with the nearest name, or else with all."""
     for name in given:
         if name not in known:
-            raise InvalidRequest(f"{of} has no option {named(name)}{nearest(name, known)}")
+            advice = nearest(name, known) or f": its options are {', '.join(known)}"
+            raise InvalidRequest(f"{of} has no option {named(name)}{advice}")
 
 
 def is_truth_value(value: object) -> bool:

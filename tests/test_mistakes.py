@@ -69,6 +69,16 @@ MISTAKES: dict[str, tuple[Callable[[AsyncLM], Any], type[GenrtError], str]] = {
         InvalidRequest,
         r"no option 'constraint': give choice=, regex=, json_schema= or grammar=, or run SMC",
     ),
+    "an option with another name": (
+        lambda lm: genrt.load(MODEL, engine="exact", num_replicas=2),  # type: ignore[call-arg]
+        InvalidRequest,
+        r"load has no option 'num_replicas': did you mean replicas\?",
+    ),
+    "an option with a name like no other": (
+        lambda lm: genrt.load(MODEL, engine="exact", quick=True),  # type: ignore[call-arg]
+        InvalidRequest,
+        r"load has no option 'quick': its options are engine, engine_options, .*replicas",
+    ),
     "constraints in a list": (
         lambda lm: all_of([regex("a", lm)]),  # type: ignore[call-overload]
         InvalidConstraint,

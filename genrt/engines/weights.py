@@ -200,8 +200,8 @@ def check_complete(layout: Layout, given: Collection[str]) -> None:
     """Raise InvalidWeights if a tensor of the layout, other than a tied one, is missing."""
     missing = [name for name, form in layout.items() if name not in given and not form.tied_to]
     if missing:
-        more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-        raise InvalidWeights(f"tensor {missing[0]!r}{more} is missing: give all of the model's")
+        count = f"{len(missing):,} tensors are" if len(missing) > 1 else "a tensor is"
+        raise InvalidWeights(f"{count} missing, {missing[0]!r} first: give all of the model's")
 
 
 # -- safetensors ------------------------------------------------------------------------------

@@ -579,7 +579,9 @@ PROGRAMS = {
     "collected in a cycle": "cycle = [lm]; cycle.append(cycle); del cycle, lm",
     "abandoned while opening": """
         engine_thread.EXIT_SECONDS = 0.1
-        threading.Thread(target=lambda: genrt.load(engine=threading.Event().wait), daemon=True).start()
+        opening = lambda: started.release() or threading.Event().wait()
+        threading.Thread(target=lambda: genrt.load(engine=opening), daemon=True).start()
+        started.acquire()
     """,
     "forked": """
         import warnings

@@ -217,7 +217,11 @@ def test_a_layout_takes_what_it_lists_once_and_all_of_it(
     if set(order) == set(shapes):
         check_complete(layout, found)
     else:
-        with pytest.raises(InvalidWeights, match="missing"):
+        missing = [name for name in shapes if name not in found]
+        count = "^a tensor is" if len(missing) == 1 else f"^{len(missing)} tensors are"
+        with pytest.raises(
+            InvalidWeights, match=f"{count} missing, '{missing[0]}' first: give all"
+        ):
             check_complete(layout, found)
 
 
