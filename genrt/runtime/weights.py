@@ -263,11 +263,11 @@ class Update:
         self._check(answering)
         version = self._thread.batcher.weights_version + 1
         try:
+            set_version(answering.engine, version)
             weights_of(answering.engine).finish()
         except BaseException as error:
             self._die(error)
         self._is_over = True
-        set_version(answering.engine, version)
         self._cache.clear()
         self._thread.weights.replace(version, self.saved)
         self._is_finished = True

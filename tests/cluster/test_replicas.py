@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -28,8 +29,10 @@ from genrt.errors import (
     EngineUnsupported,
     InvalidAdapter,
     InvalidRequest,
+    StreamCut,
 )
 from genrt.lm import AsyncLM
+from genrt.questions.completions import Completion
 from genrt.questions.rows import LogprobsRequest
 from genrt.server import serving
 from tests.cluster.here import ReplicasHere, replicas_of
@@ -208,8 +211,6 @@ def test_new_weights_reach_all_replicas_and_those_that_come_later() -> None:
         assert torch.allclose(lm.batch_next_token_logprobs_sync(contexts), expected, atol=1e-5)
         with pytest.raises(genrt.InvalidWeights):
             lm.update_weights_sync({"table": table[0]})
-        with pytest.raises(EngineUnsupported, match='pending="finish"'):
-            lm.update_weights_sync({"table": 2 * table}, pending="continue")
         assert versions(lm) == {1}
         assert not torch.allclose(old, expected, atol=1e-2)
         assert lm.update_weights_sync({"table": 2 * table}) == 2
@@ -274,6 +275,133 @@ def test_new_weights_that_no_replica_survives_answer_nothing(tmp_path: Path) -> 
             lm.update_weights_sync({"table": torch.zeros(11, 11, 11)})
         with pytest.raises(EngineDied):
             lm.next_token_logprobs_sync([1])
+
+
+PART = 6
+"""The tokens that a text gets from one version of the weights."""
+
+
+class _InParts(ExactEngine):
+    """An engine whose texts wait for new weights after each part."""
+
+    def __init__(self) -> None:
+        super().__init__(MODEL)
+
+    def step(self) -> Any:
+        end, asked = PART * (self._weights_version + 1), self._in_progress
+        waiting = {each: progress for each, progress in asked.items() if len(progress.drawn) >= end}
+        for each in waiting:
+            del asked[each]
+        found = super().step() if asked else []
+        asked |= waiting
+        return found
+
+
+def of_version(version: int) -> NGram:
+    return MODEL.with_table(MODEL.table.roll(version, -1))
+
+
+async def replaced(lm: AsyncLM) -> int:
+    """Replace the weights beside texts."""
+    table = of_version(lm.weights_version + 1).table
+    return await lm.update_weights({"table": table}, pending="continue")
+
+
+def assert_drawn_by(text: Completion, versions: list[int]) -> None:
+    """The text has a part of each version, whose weights give its tokens' log-probabilities."""
+    spans = text.weights_spans
+    assert [v for v, start, end in spans for _ in range(start, end, PART)] == versions
+    assert all(start % PART == 0 for _, start, _ in spans)
+    context = [*text.prompt_token_ids, *text.token_ids]
+    for version, start, end in spans:
+        for place in range(start, end):
+            row = of_version(version).row(context[: len(text.prompt_token_ids) + place])
+            wanted = float(row[text.token_ids[place]])
+            assert text.logprobs[place] == pytest.approx(wanted, abs=1e-5)
+
+
+def paused_prepare(number: int, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Have a replica get its next settings only once the event is set."""
+    go, prepare, waits = threading.Event(), Replica.prepare, [number]
+
+    def late(self: Replica, make: Any, wanted: Settings) -> Any:
+        if waits and wanted.version:
+            waits.pop()
+            assert go.wait(60)
+        return prepare(self, make, wanted)
+
+    monkeypatch.setattr(Replica, "prepare", late)
+    return go
+
+
+@pytest.mark.promise(number=34)
+async def test_texts_go_on_with_new_weights_on_every_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A replica that gets them late goes on with its own until then. A stream tells its deltas' versions.
+    Rows that are cancelled at the same time cost no replica its life."""
+    prompts, options = [[each] for each in range(6)], {"max_tokens": 3 * PART, "logprobs": 0}
+    async with await genrt.aload(engine=_InParts, replicas=2) as lm:
+        whole = asyncio.ensure_future(lm.batch_generate(prompts, seed=4, **options))
+        stream = lm.stream([7, 7], seed=3, **options)
+        spans = [*(await anext(stream)).weights_spans]
+        for version in (1, 2):
+            count = 7 * PART * version
+            await happened(lambda n=count: lm.statistics().engine.sampled_tokens == n, lm)
+            rows = [asyncio.ensure_future(lm.next_token_logprobs([9, n])) for n in range(9)]
+            await asyncio.sleep(0)
+            late = paused_prepare(version, monkeypatch)
+            for each in rows:
+                each.cancel()
+            assert await replaced(lm) == version
+            row = await lm.next_token_logprobs([8, version])  # by the other replica
+            assert torch.allclose(row, of_version(version).row([8, version]), atol=1e-5)
+            late.set()
+        async for delta in stream:
+            spans += delta.weights_spans
+        assert stream.completion is not None
+        for text in (*await whole, stream.completion):
+            assert_drawn_by(text, [0, 1, 2])
+        said = {n: each.version for each in spans for n in range(each.start, each.end)}
+        assert said == {n: n // PART for n in range(3 * PART)}
+        assert sum(each.restarts for each in lm.statistics().replicas) == 0
+
+
+@pytest.mark.promise(number=39)
+async def test_a_text_whose_replica_dies_after_new_weights_is_of_these_alone() -> None:
+    """A partly read stream cannot be: its tokens were drawn by the old weights."""
+    options: Any = {"max_tokens": 3 * PART, "logprobs": 0, "seed": 5}
+    async with await genrt.aload(engine=_InParts, replicas=1) as lm:
+        text = asyncio.ensure_future(lm.generate([3], **options))
+        stream = lm.stream([4], **options)
+        while len(stream.partial.token_ids) < PART:
+            await anext(stream)
+        await happened(lambda: lm.statistics().engine.sampled_tokens == 2 * PART, lm)
+        assert await replaced(lm) == 1
+        await happened(lambda: lm.statistics().engine.sampled_tokens == 4 * PART, lm)
+        replicas_of(lm).die(0)
+        with pytest.raises(StreamCut):
+            async for _ in stream:
+                pass
+        await happened(lambda: lm.statistics().engine.sampled_tokens >= 6 * PART, lm)
+        assert await replaced(lm) == 2
+        assert_drawn_by(await text, [1, 1, 2])
+
+
+def test_replicas_whose_texts_cannot_go_on_say_so() -> None:
+    class Weights:
+        def __init__(self, own: Any) -> None:
+            self.layout, self.begin, self.load, self.finish = own.layout, own.begin, own.load, own.finish
+
+    class Other(ExactEngine):
+        def __init__(self) -> None:
+            super().__init__(MODEL)
+            self.weights: Any = Weights(self.weights)
+
+    with genrt.load(engine=Other, replicas=1) as lm:
+        with pytest.raises(EngineUnsupported, match='pending="finish"'):
+            lm.update_weights_sync({"table": MODEL.table}, pending="continue")
+        assert len(lm.sample_sync([1], max_tokens=2)) == 2
 
 
 @pytest.mark.promise(number=14)
