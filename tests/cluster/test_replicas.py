@@ -7,7 +7,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 import genrt
 from genrt.cluster import engine as engine_module
-from genrt.cluster.replica import Replica, Settings
+from genrt.cluster.replica import Replica, Settings, stored
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.remote.flushes import FarEnd, HandleNumbers, unpacked_ends
@@ -36,6 +36,7 @@ from genrt.questions.completions import Completion
 from genrt.questions.rows import LogprobsRequest
 from genrt.server import serving
 from tests.cluster.here import ReplicasHere, replicas_of
+from tests.inside import calls_of, thread_of
 from tests.population_walk import EVENTS, HeldContexts, walk
 from tests.population_walk import Runtime as Walked
 from tests.runtime.test_pauses import SleepyEngine
@@ -338,8 +339,7 @@ def paused_prepare(number: int, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
 async def test_texts_go_on_with_new_weights_on_every_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A replica that gets them late goes on with its own until then. A stream tells its deltas' versions.
-    Rows that are cancelled at the same time cost no replica its life."""
+    """A replica that gets them late goes on with its own until then. A stream tells its deltas' versions."""
     prompts, options = [[each] for each in range(6)], {"max_tokens": 3 * PART, "logprobs": 0}
     async with await genrt.aload(engine=_InParts, replicas=2) as lm:
         whole = asyncio.ensure_future(lm.batch_generate(prompts, seed=4, **options))
@@ -348,11 +348,7 @@ async def test_texts_go_on_with_new_weights_on_every_replica(
         for version in (1, 2):
             count = 7 * PART * version
             await happened(lambda n=count: lm.statistics().engine.sampled_tokens == n, lm)
-            rows = [asyncio.ensure_future(lm.next_token_logprobs([9, n])) for n in range(9)]
-            await asyncio.sleep(0)
             late = paused_prepare(version, monkeypatch)
-            for each in rows:
-                each.cancel()
             assert await replaced(lm) == version
             row = await lm.next_token_logprobs([8, version])  # by the other replica
             assert torch.allclose(row, of_version(version).row([8, version]), atol=1e-5)
@@ -442,16 +438,49 @@ async def test_a_call_of_an_earlier_life_takes_no_answers_of_the_next() -> None:
         assert torch.allclose(found, torch.stack([*map(MODEL.row, contexts)]), atol=1e-5)
 
 
+def exchanged(
+    replica: Replica, number: int, *asked: LogprobsRequest, withdrawn: Sequence[int] = ()
+) -> asyncio.Task[Any]:
+    """Give a replica a flush, in a thread."""
+    more: Any = {"number": number, "seconds": 30.0, "withdrawn": withdrawn, "forgotten": []}
+    data, _ = FarEnd(HandleNumbers()).flush(asked, tickets=[7 for _ in asked], **more)
+    return asyncio.create_task(asyncio.to_thread(replica.exchange, data))
+
+
+@pytest.mark.parametrize("texts", [None, "recompute"])
+async def test_a_replica_ends_what_was_withdrawn_before_it_takes_new_weights(texts: Any) -> None:
+    """Also if both come in the middle of one step."""
+    replica, go, in_step = Replica(), threading.Event(), threading.Event()
+
+    class Held(ExactEngine):
+        def step(self) -> Any:
+            in_step.set()
+            assert go.wait(60)
+            return []
+
+    def make() -> AsyncLM:
+        return genrt.load(engine=lambda: Held(MODEL))
+
+    replica.prepare(make, Settings())
+    asked = exchanged(replica, 0, LogprobsRequest([1]))
+    await happened(in_step.is_set)
+    withdrawn = exchanged(replica, 1, withdrawn=[7])
+    await happened(lambda: replica._taken == 2)
+    tensors = ([stored("table", of_version(1).table)],)
+    wanted = Settings(1, tensors, label=1, texts=texts)
+    preparing = asyncio.create_task(asyncio.to_thread(replica.prepare, make, wanted))
+    await happened(lambda: calls_of(thread_of(replica._lm)))
+    go.set()
+    assert (await preparing).vocab_size == 11
+    assert replica._lm.weights_version == 1
+    replica.stop()
+    await asyncio.gather(asked, withdrawn, return_exceptions=True)
+
+
 async def test_two_calls_wait_for_answers_and_the_first_gets_them() -> None:
-    replica, far = Replica(), FarEnd(HandleNumbers())
+    replica = Replica()
     replica.prepare(partial(genrt.load, MODEL, engine="exact"), Settings())
-
-    def exchange(number: int, *asked: LogprobsRequest) -> asyncio.Task[Any]:
-        tickets = [7 for _ in asked]
-        more: Any = {"number": number, "seconds": 30.0, "withdrawn": [], "forgotten": []}
-        data, _ = far.flush(asked, tickets=tickets, **more)
-        return asyncio.create_task(asyncio.to_thread(replica.exchange, data))
-
+    exchange = partial(exchanged, replica)
     last = exchange(2, LogprobsRequest([1]))  # which waits for its turn
     first, second = exchange(0), exchange(1)
     assert await last is None  # two waited then; its answer may have ended one of them by now
