@@ -93,17 +93,17 @@ async def digests(lm: AsyncLM, order: Sequence[int]) -> dict[int, str]:
     return found
 
 
-async def alone(lm: AsyncLM) -> dict[int, str]:
+async def alone(lm: AsyncLM, count: int = 64) -> dict[int, str]:
     found: dict[int, str] = {}
-    for number in range(len(TEXTS)):
+    for number in range(count):
         found |= await digests(lm, [number])
     return found
 
 
 async def in_every_company(lm: AsyncLM, expected: dict[int, str]) -> None:
-    choose = random.Random(2)
+    choose, most = random.Random(2), len(expected)
     for count in (2, 3, 5, 16, 33, 64):
-        order = choose.sample(range(64), count)
+        order = choose.sample(range(most), min(count, most))
         assert await digests(lm, order) == {n: expected[n] for n in order}
 
 
@@ -264,5 +264,5 @@ async def test_transformers_computes_a_row_alone(llama: Path) -> None:
     given: dict[str, Any] = {"engine_options": {"dtype": "float32"}, "cache_bytes": 0}
     with genrt.load(str(llama), engine="transformers", deterministic=True, **given) as lm:
         assert lm.max_batch_size == 1
-        expected = await alone(lm)
+        expected = await alone(lm, 5)
         await in_every_company(lm, expected)
