@@ -339,7 +339,8 @@ def paused_prepare(number: int, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
 async def test_texts_go_on_with_new_weights_on_every_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A replica that gets them late goes on with its own until then. A stream tells its deltas' versions."""
+    """A replica that gets them late goes on with its own until then. A stream tells which weights drew
+    each of its deltas."""
     prompts, options = [[each] for each in range(6)], {"max_tokens": 3 * PART, "logprobs": 0}
     async with await genrt.aload(engine=_InParts, replicas=2) as lm:
         whole = asyncio.ensure_future(lm.batch_generate(prompts, seed=4, **options))
@@ -387,7 +388,12 @@ async def test_a_text_whose_replica_dies_after_new_weights_is_of_these_alone() -
 def test_replicas_whose_texts_cannot_go_on_say_so() -> None:
     class Weights:
         def __init__(self, own: Any) -> None:
-            self.layout, self.begin, self.load, self.finish = own.layout, own.begin, own.load, own.finish
+            self.layout, self.begin, self.load, self.finish = (
+                own.layout,
+                own.begin,
+                own.load,
+                own.finish,
+            )
 
     class Other(ExactEngine):
         def __init__(self) -> None:
