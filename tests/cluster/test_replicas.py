@@ -341,14 +341,15 @@ async def test_texts_go_on_with_new_weights_on_every_replica(
 ) -> None:
     """A replica that gets them late goes on with its own until then. A stream tells which weights drew
     each of its deltas."""
-    prompts, options = [[each] for each in range(6)], {"max_tokens": 3 * PART, "logprobs": 0}
+    prompts = [[each] for each in range(6)]
+    options: Any = {"max_tokens": 3 * PART, "logprobs": 0}
     async with await genrt.aload(engine=_InParts, replicas=2) as lm:
         whole = asyncio.ensure_future(lm.batch_generate(prompts, seed=4, **options))
         stream = lm.stream([7, 7], seed=3, **options)
         spans = [*(await anext(stream)).weights_spans]
         for version in (1, 2):
             count = 7 * PART * version
-            await happened(lambda n=count: lm.statistics().engine.sampled_tokens == n, lm)
+            await happened(lambda n=count: lm.statistics().engine.sampled_tokens == n, lm)  # type: ignore[misc]
             late = paused_prepare(version, monkeypatch)
             assert await replaced(lm) == version
             row = await lm.next_token_logprobs([8, version])  # by the other replica

@@ -135,7 +135,7 @@ async def test_texts_go_on_beside_a_trainers_update(lm: AsyncLM) -> None:
     text = asyncio.ensure_future(lm.generate([1], **options))
     await until(lambda: lm.statistics().engine.sampled_tokens, lm)
     for kv_cache in ("keep", None):
-        client = WeightSyncClient(lm, pending="continue", kv_cache=kv_cache)  # type: ignore[arg-type]
+        client = WeightSyncClient(lm, pending="continue", kv_cache=kv_cache)
         await asyncio.to_thread(client.start_weight_update)
         steps = lm.statistics().engine.steps
         for _ in range(2):

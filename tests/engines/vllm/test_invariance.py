@@ -71,7 +71,7 @@ async def digests(lm: AsyncLM, order: Sequence[int]) -> dict[int, str]:
         grown.append(await population.logprobs())
     forks = population.take([*range(len(order)), *range(len(order))])
     forks.append([n % 320 for n in order] + [(n + 7) % 320 for n in order])
-    grown += (await forks.logprobs()).split(len(order))
+    grown += torch.split(await forks.logprobs(), len(order))
     contexts = [lm.context(each) for each in texts]
     grown += [await asyncio.gather(*(each.logprobs() for each in contexts))]
     branches = [each.fork() for each in contexts]
@@ -80,8 +80,10 @@ async def digests(lm: AsyncLM, order: Sequence[int]) -> dict[int, str]:
         branch.append(number + 1)
     both = await asyncio.gather(*(each.logprobs() for each in (*contexts, *branches)))
     grown += both[: len(order)], both[len(order) :]
-    for each in (population, forks, *contexts, *branches):
-        each.close()
+    for handle in (*contexts, *branches):
+        handle.close()
+    population.close()
+    forks.close()
     taught = await lm.batch_teacher(texts, top=8, temperature=0.9)
     found = {}
     for place, number in enumerate(order):
