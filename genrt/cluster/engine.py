@@ -34,7 +34,14 @@ from genrt.cluster.routing import Router
 from genrt.engines.protocol import EngineStatistics, Finished, ReplicaStatistics
 from genrt.engines.remote.flushes import Answers, FarEnd, HandleNumbers, unpacked_ends
 from genrt.engines.remote.wire import KINDS, unpacked_tokenizer
-from genrt.engines.weights import SLEEPING_PARTS, Layout, NamedTensors, SleepingPart
+from genrt.engines.weights import (
+    NO_TEXT_CONTINUES,
+    SLEEPING_PARTS,
+    KVCache,
+    Layout,
+    NamedTensors,
+    SleepingPart,
+)
 from genrt.errors import (
     Closed,
     EngineDied,
@@ -46,7 +53,7 @@ from genrt.errors import (
     OutOfMemory,
 )
 from genrt.questions.arguments import Adapter
-from genrt.questions.completions import Decoding, NativeRequest, Streamed, Told
+from genrt.questions.completions import Decoding, NativeRequest, Streamed, TextRequest, Told
 from genrt.questions.draws import PopulationDraw
 from genrt.questions.request import Request
 from genrt.runtime.streams import Flow, NativeFlow, StreamBuffer
@@ -153,7 +160,7 @@ class ReplicaEngine:
             raise
         self.vocab_size, self.max_model_len = facts.vocab_size, facts.max_model_len
         self.max_batch_size, self.scores = facts.max_batch_size, facts.scores
-        self.sleep_refused = facts.sleep_refused
+        self.sleep_refused, self.continues = facts.sleep_refused, facts.continues
 
     def __repr__(self) -> str:
         return f"ReplicaEngine({len(self._serving)} of {len(self._replicas)} serve)"
@@ -244,6 +251,11 @@ class ReplicaEngine:
         if self._facts is None or not self._facts.serves_vllm:
             return None
         return self._set.call(self._serving[0].number, "do", "engine.vllm_config").result()
+
+    @property
+    def has_texts_only(self) -> bool:
+        """True if nothing but texts is in progress."""
+        return all(isinstance(each, TextRequest) for each in (*self._at, *self._waiting))
 
     @property
     def is_busy(self) -> bool:
@@ -379,7 +391,13 @@ class ReplicaEngine:
         """Give a replica all settings; it serves once it has them."""
         replica.state = "restarting"
         weights = self.weights
-        wanted = Settings(weights.version, weights.tensors, tuple(self._adapters.items()))
+        wanted = Settings(
+            weights.version,
+            weights.tensors,
+            tuple(self._adapters.items()),
+            weights.label,
+            weights.texts,
+        )
         self._call(replica, "prepare", wanted, then=partial(self._prepared, wanted))
 
     def _prepared(self, wanted: Settings, replica: _ReplicaRecord, facts: Facts) -> None:
@@ -537,11 +555,12 @@ def _is_the_engines(error: object) -> bool:
 
 class _ReplicaWeights:
     """The weights of all replicas. New weights are in the object store before any replica gets them, and
-    stay there for replicas that start later. ``tensors`` has their references."""
+    stay there for replicas that start later. The first four attributes are those of ``Settings``."""
 
     def __init__(self, engine: ReplicaEngine) -> None:
-        self.version = 0
+        self.version = self.label = 0
         self.tensors: tuple[Any, ...] = ()
+        self.texts: KVCache | None = None
         self.asleep: frozenset[SleepingPart] = frozenset()
         self._engine = engine
         self._coming: list[Any] = []
@@ -555,7 +574,20 @@ class _ReplicaWeights:
     def begin(self) -> None:
         if self._engine.is_busy:
             raise EngineFailed("not all questions have ended yet")
-        self._coming = []
+        self.texts, self._coming = None, []
+
+    def begin_beside_texts(self, keeps_kv: bool) -> None:
+        """Begin as ``begin``, but keep the texts in progress: each replica goes on with its old weights
+        until it has the new ones."""
+        if not self._engine.continues:
+            raise EngineUnsupported(NO_TEXT_CONTINUES)
+        if not self._engine.has_texts_only:
+            raise EngineFailed("not all rows have been computed yet")
+        self.texts, self._coming = "keep" if keeps_kv else "recompute", []
+
+    def set_version(self, version: int) -> None:
+        """Label the tokens that replicas draw with the weights that come next."""
+        self.label = version
 
     def load(self, tensors: NamedTensors) -> None:
         self._coming.append(self._engine._set.put([stored(*each) for each in tensors]))

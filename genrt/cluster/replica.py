@@ -25,7 +25,7 @@ from genrt.engines.folders import Folder
 from genrt.engines.protocol import EngineStatistics, check_supported, survived
 from genrt.engines.remote.flushes import Answers, NearEnd, packed_ends
 from genrt.engines.remote.wire import Unpacking, packed_tokenizer
-from genrt.engines.weights import set_version, weights_of
+from genrt.engines.weights import Continuing, KVCache, set_version, weights_of
 from genrt.errors import EngineDied, EngineUnsupported, GenrtError
 from genrt.questions.arguments import Adapter
 from genrt.questions.completions import CompletionRequest, NativeRequest, Told
@@ -33,7 +33,7 @@ from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 from genrt.runtime.answers import AnsweringEngine
-from genrt.runtime.batcher import Waiter
+from genrt.runtime.batcher import Barrier, Waiter
 from genrt.runtime.programs import ProgramRequest, packed_run, program_loop
 from genrt.runtime.streams import NativeFlow
 
@@ -44,8 +44,8 @@ COUNTERS = attrgetter(*(each.name for each in fields(EngineStatistics)))
 
 
 class Facts(NamedTuple):
-    """The properties of a replica's engine; ``tokenizer`` is packed, and ``sleep_refused`` says why it
-    cannot sleep."""
+    """The properties of a replica's engine; ``tokenizer`` is packed, ``sleep_refused`` says why it cannot
+    sleep, and ``continues`` whether its texts can go on with other weights."""
 
     vocab_size: int
     max_model_len: int
@@ -54,16 +54,26 @@ class Facts(NamedTuple):
     serves_vllm: bool
     sleep_refused: str | None
     tokenizer: bytes
+    continues: bool
 
 
 class Settings(NamedTuple):
-    """Everything that a replica needs before its first question: the version of the weights, 0 for the
-    model's own; their parts, each ``StoredTensors`` or a reference to them; adapters and their files by
-    name."""
+    """Everything that a replica needs before its first question.
+
+    Attributes:
+        version: counts loads of weights; 0 for the model's own.
+        tensors: the parts of the weights, each ``StoredTensors`` or a reference to them.
+        adapters: adapters and their files by name.
+        label: the weights' version as callers see it.
+        texts: the KV cache of texts in progress, which go on with these weights; ``None`` if no text is
+            in progress.
+    """
 
     version: int = 0
     tensors: tuple[Any, ...] = ()
     adapters: tuple[tuple[Adapter, Mapping[str, bytes]], ...] = ()
+    label: int = 0
+    texts: KVCache | None = None
 
 
 class Replica:
@@ -91,8 +101,7 @@ class Replica:
         if self._lm is None:
             self._lm = make()
         if wanted.version != self._version:
-            parts = [*map(self._fetch, wanted.tensors)]
-            self._on_engine(partial(self._load, version=wanted.version, parts=parts))
+            self._replace_weights(wanted)
         for adapter in self._adapters - dict(wanted.adapters).keys():
             self.remove_adapter(adapter)
         for adapter, files in wanted.adapters:
@@ -103,18 +112,29 @@ class Replica:
             raise facts
         return cast("Facts", facts)
 
-    def _load(
-        self, answering: AnsweringEngine, *, version: int, parts: Sequence[StoredTensors]
-    ) -> None:
+    def _replace_weights(self, wanted: Settings) -> None:
+        """Load weights once the engine has ended what was withdrawn. Texts go on between two steps."""
+        parts, batcher = [*map(self._fetch, wanted.tensors)], self._lm._thread.batcher
+        barrier = Barrier("finish" if wanted.texts is None else "continue")
+
+        def load(answering: AnsweringEngine) -> None:
+            try:
+                answering.begin_update(texts=wanted.texts)
+                set_version(answering.engine, wanted.label)
+                weights = weights_of(answering.engine)
+                for each in parts:
+                    weights.load(_tensors(each))
+                weights.finish()
+            except Exception as error:
+                raise EngineDied(f"its weights could not be replaced: {error}") from error
+
         try:
-            answering.begin_update()
-            weights = weights_of(answering.engine)
-            for each in parts:
-                weights.load(_tensors(each))
-            weights.finish()
-        except Exception as error:
-            raise EngineDied(f"its weights could not be replaced: {error}") from error
-        self._version = version
+            self._on_engine(lambda _: batcher.raise_barrier(barrier))
+            barrier.drained.result()
+            self._on_engine(load)
+        finally:
+            batcher.lift_barrier(barrier, wanted.label)
+        self._version = wanted.version
 
     def exchange(self, data: bytes, *others: Request) -> bytes | Answers | None:
         """Take a flush, by its number, from 0; wait for answers to any questions, and return all that
@@ -178,9 +198,6 @@ class Replica:
     def _ask(self, ticket: int, request: Request) -> None:
         lm = self._lm
         thread, batcher = lm._thread, lm._thread.batcher
-        if (version := request.weights_version) != batcher.weights_version:
-            batcher.weights_version = version  # as the other end counts
-            thread.call(lambda answering: set_version(answering.engine, version))
         if isinstance(request, ProgramRequest):
             self._begin(ticket, "programs", packed_run(request, lm._of_seed(request.seed)))
             return
@@ -326,4 +343,5 @@ def _facts(answering: AnsweringEngine) -> Facts:
             refused = str(error)
     tokenizer = packed_tokenizer(engine.tokenizer)
     sizes = engine.vocab_size, engine.max_model_len, engine.max_batch_size
-    return Facts(*sizes, able.scores, able.serves_vllm, refused, tokenizer)
+    continues = isinstance(getattr(engine, "weights", None), Continuing)
+    return Facts(*sizes, able.scores, able.serves_vllm, refused, tokenizer, continues)

@@ -404,8 +404,8 @@ class KeptWeights:
                 f"weights of version {self.version} {why}, and no copy was kept: load the model "
                 "again, or replace weights with keep=True"
             )
-        _load_files(engine, saved.files())
         set_version(engine, self.version)
+        _load_files(engine, saved.files())
 
     def restore(self, engine: object) -> None:
         """Load the saved weights, or the checkpoint's, into an engine that has dropped its weights.
@@ -419,20 +419,23 @@ class KeptWeights:
 KVCache: TypeAlias = Literal["recompute", "keep"]
 """Whether the new weights compute the keys and values of texts in progress again."""
 
+NO_TEXT_CONTINUES = (
+    "texts of this engine cannot go on with other weights: replace them with "
+    'pending="finish", or with "restart"'
+)
+
 
 def continuing_weights(engine: object) -> Continuing:
     """Return the weights of an engine. Raises EngineUnsupported unless texts can go on with others."""
     weights = weights_of(engine)
     if not isinstance(weights, Continuing):
-        raise EngineUnsupported(
-            "texts of this engine cannot go on with other weights: replace them with "
-            'pending="finish", or with "restart"'
-        )
+        raise EngineUnsupported(NO_TEXT_CONTINUES)
     return weights
 
 
 def set_version(engine: object, version: int) -> None:
-    """Label the tokens that an engine draws from now on, if it labels them."""
+    """Label the tokens that an engine draws from its next step on, if it labels them. Call this before
+    ``Weights.finish``: replicas get the label with the weights."""
     weights = getattr(engine, "weights", None)
     if isinstance(weights, Continuing):
         weights.set_version(version)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from genrt.engines.weights import SleepingPart
+from genrt.engines.weights import KVCache, SleepingPart
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.generation import rollouts
 from genrt.generation.rollouts import Rollout, RolloutOptions, is_per_sample
@@ -18,7 +18,8 @@ from genrt.interop.trainers import WeightSyncClient
 from genrt.lm import AsyncLM
 from genrt.numbers import check_bool, check_int, named, shown
 from genrt.questions.arguments import check_seed, seed_at
-from genrt.runtime.weights import WeightsSource
+from genrt.runtime.batcher import Pending
+from genrt.runtime.weights import UpdateOptions, WeightsSource
 
 __all__ = ["NemoGeneration"]
 
@@ -57,6 +58,8 @@ class NemoGeneration:
         config: NeMo-RL's ``policy.generation``, after ``configure_generation_config``. Entries that open
             an engine are ignored, but ``vllm_cfg.max_model_len`` must be the runtime's.
         server_url: the address of a server of this runtime, as of ``genrt.serving(lm)``.
+        pending, kv_cache: how texts in progress end at a refit, as for ``AsyncLM.update_weights``: with
+            ``pending="continue"``, for NeMo-RL's ``in_flight_weight_updates``, they go on.
         options: ``seed``, ``timeout``, ``sampling_mask`` and others of ``rollout``, which override
             ``config``.
 
@@ -80,9 +83,14 @@ class NemoGeneration:
         config: Mapping[str, Any],
         *,
         server_url: str | None = None,
+        pending: Pending = "finish",
+        kv_cache: KVCache | None = None,
         **options: Any,
     ) -> None:
-        self._lm, self._client = lm, WeightSyncClient(lm)
+        self._lm = lm
+        self._client = WeightSyncClient(lm, pending=pending, kv_cache=kv_cache)
+        self._earlier: UpdateOptions = {"pending": pending}
+        self._earlier |= {} if kv_cache is None else {"kv_cache": kv_cache}
         self._options = given = _rollout_options(config, lm.max_model_len) | options
         stops = given.pop("stop_strings", None)
         if is_per_sample(stops):
@@ -297,7 +305,7 @@ class NemoGeneration:
     def update_weights_from_tensors(self, source: WeightsSource) -> int:
         """Load tensors of this process, blocking; return the weights' version. ``source`` and errors are
         as for ``AsyncLM.update_weights``."""
-        return self._lm.update_weights_sync(source)
+        return self._lm.update_weights_sync(source, **self._earlier)
 
 
 def _rollout_options(config: Any, max_model_len: int) -> dict[str, Any]:

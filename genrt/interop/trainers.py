@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from genrt.engines.weights import KVCache
 from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.numbers import shown
 from genrt.runtime.batcher import Pending
 from genrt.runtime.concurrency import blocking
-from genrt.runtime.lifecycle import check_pending
-from genrt.runtime.weights import Transfers
+from genrt.runtime.weights import Transfers, check_earlier
 
 __all__ = ["WeightSyncClient"]
 
@@ -29,15 +29,18 @@ class WeightSyncClient:
 
     Args:
         lm: the runtime.
-        pending: how earlier questions end, as for ``AsyncLM.update_weights``.
+        pending, kv_cache: how earlier questions end, as for ``AsyncLM.update_weights``. With
+            ``pending="continue"`` an update waits for no text.
     """
 
-    def __init__(self, lm: AsyncLM, *, pending: Pending = "finish") -> None:
+    def __init__(
+        self, lm: AsyncLM, *, pending: Pending = "finish", kv_cache: KVCache | None = None
+    ) -> None:
         if not isinstance(lm, AsyncLM):
             raise InvalidRequest(f"lm must be an AsyncLM, as genrt.load returns, got {shown(lm)}")
-        check_pending(pending, continues=True)
+        check_earlier(pending, kv_cache)
         self._transfers = Transfers(lm._weights)
-        self._pending = pending
+        self._earlier = pending, kv_cache
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """Connect the engine's workers to the trainer.
@@ -62,7 +65,7 @@ class WeightSyncClient:
             InvalidRequest: an update is under way, or the engine sleeps.
             EngineFailed: state cannot be dropped, or the engine was restarted since the connection.
         """
-        blocking(self._transfers.start(self._pending), undo=lambda _: self.close())
+        blocking(self._transfers.start(*self._earlier), undo=lambda _: self.close())
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Receive the trainer's next tensors; return when they are loaded.

@@ -92,6 +92,15 @@ class UpdateOptions(TypedDict, total=False):
     keep: bool | None
 
 
+def check_earlier(pending: object, kv_cache: object) -> None:
+    """Raise InvalidRequest unless earlier questions can end so; see ``UpdateOptions``."""
+    check_pending(pending, continues=True)
+    if kv_cache not in (None, "recompute", "keep"):
+        raise InvalidRequest(f'kv_cache must be "recompute" or "keep", got {named(kv_cache)}')
+    if kv_cache is not None and pending != "continue":
+        raise InvalidRequest('kv_cache is for texts that go on: give pending="continue" too')
+
+
 class WeightUpdates:
     """Replaces the weights of one runtime, also across restarts. Safe from any thread."""
 
@@ -110,11 +119,7 @@ class WeightUpdates:
         keep: bool | None = None,
     ) -> int:
         """Replace the weights as ``AsyncLM.update_weights``; return the new version."""
-        check_pending(pending, continues=True)
-        if kv_cache not in (None, "recompute", "keep"):
-            raise InvalidRequest(f'kv_cache must be "recompute" or "keep", got {named(kv_cache)}')
-        if kv_cache is not None and pending != "continue":
-            raise InvalidRequest('kv_cache is for texts that go on: give pending="continue" too')
+        check_earlier(pending, kv_cache)
         check_bool("check_finite", check_finite)
         if keep is not None:
             check_bool("keep", keep)
@@ -263,11 +268,11 @@ class Update:
         self._check(answering)
         version = self._thread.batcher.weights_version + 1
         try:
+            set_version(answering.engine, version)
             weights_of(answering.engine).finish()
         except BaseException as error:
             self._die(error)
         self._is_over = True
-        set_version(answering.engine, version)
         self._cache.clear()
         self._thread.weights.replace(version, self.saved)
         self._is_finished = True
@@ -428,15 +433,15 @@ class Transfers:
 
         await self._updates.called(disconnect)
 
-    async def start(self, pending: Pending) -> None:
+    async def start(self, pending: Pending, kv_cache: KVCache | None = None) -> None:
         """Begin an update: return once questions wait, and results are forgotten."""
-        check_pending(pending, continues=True)
+        check_earlier(pending, kv_cache)
         if self._update is not None:
             raise InvalidRequest("an update is under way already: finish it first")
         await self.check()
         self._updates.check_awake()
         self._release = await self._updates.lock.acquire()
-        update = Update(self._updates, pending, {})
+        update = Update(self._updates, pending, {}, kv_cache=kv_cache)
         update.barrier.broken.add_done_callback(self._release)
         self._update, self._is_given = update, False
         try:

@@ -26,6 +26,7 @@ from genrt.engines.remote.wire import (
     packed_tokenizer,
     teacher_bytes,
 )
+from genrt.engines.weights import KVCache
 from genrt.errors import (
     Closed,
     EngineDied,
@@ -42,6 +43,7 @@ from genrt.questions.arguments import LAST_SEED
 from genrt.questions.reads import HostRow, ReadRequest
 from genrt.questions.rows import LogprobsRequest
 from genrt.questions.scores import ScoreRequest
+from genrt.runtime.batcher import Pending
 from genrt.runtime.concurrency import gather_all
 from genrt.runtime.weights import Transfers
 from genrt.server.bodies import Bodies, JSONBody, TokenList, contexts_of, json_bytes, parse_body
@@ -116,6 +118,13 @@ class InitBody(JSONBody):
     """Body of ``/init_weight_transfer_engine``."""
 
     init_info: dict[str, Any]
+
+
+class StartBody(JSONBody):
+    """Body of ``/start_weight_update``: how earlier questions end, as for ``AsyncLM.update_weights``."""
+
+    pending: Pending = "finish"
+    kv_cache: KVCache | None = None
 
 
 class UpdateBody(JSONBody):
@@ -541,7 +550,7 @@ class TrainerRoutes:
         calls: dict[str, Callable[[Request], Awaitable[object]]] = {
             "/init_weight_transfer_engine": self._connect,
             "/shutdown_weight_transfer_engine": lambda _: transfers.disconnect(),
-            "/start_weight_update": lambda _: transfers.start("finish"),
+            "/start_weight_update": self._start,
             "/update_weights": self._take,
             "/finish_weight_update": self._finish,
         }
@@ -586,6 +595,12 @@ class TrainerRoutes:
             await self._transfers.connect(body.init_info)
         except EngineFailed as error:  # the trainer's own description is wrong
             raise HTTPError(400, str(error)) from error
+
+    async def _start(self, request: Request) -> None:
+        body = StartBody()
+        if await request.body():  # vLLM's client sends none
+            body = await _json_body(request, self._bodies, StartBody)
+        await self._transfers.start(body.pending, body.kv_cache)
 
     async def _take(self, request: Request) -> None:
         body = await _json_body(request, self._bodies, UpdateBody)

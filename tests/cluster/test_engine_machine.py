@@ -28,7 +28,7 @@ from genrt.questions.completions import CompletionRequest, Decoding, Delta
 from genrt.questions.request import Request
 from genrt.questions.rows import LogprobsRequest
 
-FACTS = Facts(9, 100, 64, False, False, None, packed_tokenizer(None))
+FACTS = Facts(9, 100, 64, False, False, None, packed_tokenizer(None), True)
 
 
 STEPS = 1_500

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 
 import genrt
 from genrt.cluster import engine as engine_module
-from genrt.cluster.replica import Replica, Settings
+from genrt.cluster.replica import Replica, Settings, stored
 from genrt.engines.adapters import CONFIG_NAME, WEIGHTS_NAME
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.engines.remote.flushes import FarEnd, HandleNumbers, unpacked_ends
@@ -28,11 +29,14 @@ from genrt.errors import (
     EngineUnsupported,
     InvalidAdapter,
     InvalidRequest,
+    StreamCut,
 )
 from genrt.lm import AsyncLM
+from genrt.questions.completions import Completion
 from genrt.questions.rows import LogprobsRequest
 from genrt.server import serving
 from tests.cluster.here import ReplicasHere, replicas_of
+from tests.inside import calls_of, thread_of
 from tests.population_walk import EVENTS, HeldContexts, walk
 from tests.population_walk import Runtime as Walked
 from tests.runtime.test_pauses import SleepyEngine
@@ -208,8 +212,6 @@ def test_new_weights_reach_all_replicas_and_those_that_come_later() -> None:
         assert torch.allclose(lm.batch_next_token_logprobs_sync(contexts), expected, atol=1e-5)
         with pytest.raises(genrt.InvalidWeights):
             lm.update_weights_sync({"table": table[0]})
-        with pytest.raises(EngineUnsupported, match='pending="finish"'):
-            lm.update_weights_sync({"table": 2 * table}, pending="continue")
         assert versions(lm) == {1}
         assert not torch.allclose(old, expected, atol=1e-2)
         assert lm.update_weights_sync({"table": 2 * table}) == 2
@@ -276,6 +278,135 @@ def test_new_weights_that_no_replica_survives_answer_nothing(tmp_path: Path) -> 
             lm.next_token_logprobs_sync([1])
 
 
+PART = 6
+"""The tokens that a text gets from one version of the weights."""
+
+
+class _InParts(ExactEngine):
+    """An engine whose texts wait for new weights after each part."""
+
+    def __init__(self) -> None:
+        super().__init__(MODEL)
+
+    def step(self) -> Any:
+        end, asked = PART * (self._weights_version + 1), self._in_progress
+        waiting = {each: progress for each, progress in asked.items() if len(progress.drawn) >= end}
+        for each in waiting:
+            del asked[each]
+        found = super().step() if asked else []
+        asked |= waiting
+        return found
+
+
+def of_version(version: int) -> NGram:
+    return MODEL.with_table(MODEL.table.roll(version, -1))
+
+
+async def replaced(lm: AsyncLM) -> int:
+    """Replace the weights beside texts."""
+    table = of_version(lm.weights_version + 1).table
+    return await lm.update_weights({"table": table}, pending="continue")
+
+
+def assert_drawn_by(text: Completion, versions: list[int]) -> None:
+    """The text has a part of each version, whose weights give its tokens' log-probabilities."""
+    spans = text.weights_spans
+    assert [v for v, start, end in spans for _ in range(start, end, PART)] == versions
+    assert all(start % PART == 0 for _, start, _ in spans)
+    context = [*text.prompt_token_ids, *text.token_ids]
+    for version, start, end in spans:
+        for place in range(start, end):
+            row = of_version(version).row(context[: len(text.prompt_token_ids) + place])
+            wanted = float(row[text.token_ids[place]])
+            assert text.logprobs[place] == pytest.approx(wanted, abs=1e-5)
+
+
+def paused_prepare(number: int, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Have a replica get its next settings only once the event is set."""
+    go, prepare, waits = threading.Event(), Replica.prepare, [number]
+
+    def late(self: Replica, make: Any, wanted: Settings) -> Any:
+        if waits and wanted.version:
+            waits.pop()
+            assert go.wait(60)
+        return prepare(self, make, wanted)
+
+    monkeypatch.setattr(Replica, "prepare", late)
+    return go
+
+
+@pytest.mark.promise(number=34)
+async def test_texts_go_on_with_new_weights_on_every_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A replica that gets them late goes on with its own until then. A stream tells which weights drew
+    each of its deltas."""
+    prompts = [[each] for each in range(6)]
+    options: Any = {"max_tokens": 3 * PART, "logprobs": 0}
+    async with await genrt.aload(engine=_InParts, replicas=2) as lm:
+        whole = asyncio.ensure_future(lm.batch_generate(prompts, seed=4, **options))
+        stream = lm.stream([7, 7], seed=3, **options)
+        spans = [*(await anext(stream)).weights_spans]
+        for version in (1, 2):
+            count = 7 * PART * version
+            await happened(lambda n=count: lm.statistics().engine.sampled_tokens == n, lm)  # type: ignore[misc]
+            late = paused_prepare(version, monkeypatch)
+            assert await replaced(lm) == version
+            row = await lm.next_token_logprobs([8, version])  # by the other replica
+            assert torch.allclose(row, of_version(version).row([8, version]), atol=1e-5)
+            late.set()
+        async for delta in stream:
+            spans += delta.weights_spans
+        assert stream.completion is not None
+        for text in (*await whole, stream.completion):
+            assert_drawn_by(text, [0, 1, 2])
+        said = {n: each.version for each in spans for n in range(each.start, each.end)}
+        assert said == {n: n // PART for n in range(3 * PART)}
+        assert sum(each.restarts for each in lm.statistics().replicas) == 0
+
+
+@pytest.mark.promise(number=39)
+async def test_a_text_whose_replica_dies_after_new_weights_is_of_these_alone() -> None:
+    """A partly read stream cannot be: its tokens were drawn by the old weights."""
+    options: Any = {"max_tokens": 3 * PART, "logprobs": 0, "seed": 5}
+    async with await genrt.aload(engine=_InParts, replicas=1) as lm:
+        text = asyncio.ensure_future(lm.generate([3], **options))
+        stream = lm.stream([4], **options)
+        while len(stream.partial.token_ids) < PART:
+            await anext(stream)
+        await happened(lambda: lm.statistics().engine.sampled_tokens == 2 * PART, lm)
+        assert await replaced(lm) == 1
+        await happened(lambda: lm.statistics().engine.sampled_tokens == 4 * PART, lm)
+        replicas_of(lm).die(0)
+        with pytest.raises(StreamCut):
+            async for _ in stream:
+                pass
+        await happened(lambda: lm.statistics().engine.sampled_tokens >= 6 * PART, lm)
+        assert await replaced(lm) == 2
+        assert_drawn_by(await text, [1, 1, 2])
+
+
+def test_replicas_whose_texts_cannot_go_on_say_so() -> None:
+    class Weights:
+        def __init__(self, own: Any) -> None:
+            self.layout, self.begin, self.load, self.finish = (
+                own.layout,
+                own.begin,
+                own.load,
+                own.finish,
+            )
+
+    class Other(ExactEngine):
+        def __init__(self) -> None:
+            super().__init__(MODEL)
+            self.weights: Any = Weights(self.weights)
+
+    with genrt.load(engine=Other, replicas=1) as lm:
+        with pytest.raises(EngineUnsupported, match='pending="finish"'):
+            lm.update_weights_sync({"table": MODEL.table}, pending="continue")
+        assert len(lm.sample_sync([1], max_tokens=2)) == 2
+
+
 @pytest.mark.promise(number=14)
 async def test_an_adapter_is_in_all_replicas_or_in_none(tmp_path: Path) -> None:
     table = torch.randn(11, 11, 11)
@@ -314,16 +445,49 @@ async def test_a_call_of_an_earlier_life_takes_no_answers_of_the_next() -> None:
         assert torch.allclose(found, torch.stack([*map(MODEL.row, contexts)]), atol=1e-5)
 
 
+def exchanged(
+    replica: Replica, number: int, *asked: LogprobsRequest, withdrawn: Sequence[int] = ()
+) -> asyncio.Task[Any]:
+    """Give a replica a flush, in a thread."""
+    more: Any = {"number": number, "seconds": 30.0, "withdrawn": withdrawn, "forgotten": []}
+    data, _ = FarEnd(HandleNumbers()).flush(asked, tickets=[7 for _ in asked], **more)
+    return asyncio.create_task(asyncio.to_thread(replica.exchange, data))
+
+
+@pytest.mark.parametrize("texts", [None, "recompute"])
+async def test_a_replica_ends_what_was_withdrawn_before_it_takes_new_weights(texts: Any) -> None:
+    """Also if both come in the middle of one step."""
+    replica, go, in_step = Replica(), threading.Event(), threading.Event()
+
+    class Held(ExactEngine):
+        def step(self) -> Any:
+            in_step.set()
+            assert go.wait(60)
+            return []
+
+    def make() -> AsyncLM:
+        return genrt.load(engine=lambda: Held(MODEL))
+
+    replica.prepare(make, Settings())
+    asked = exchanged(replica, 0, LogprobsRequest([1]))
+    await happened(in_step.is_set)
+    withdrawn = exchanged(replica, 1, withdrawn=[7])
+    await happened(lambda: replica._taken == 2)
+    tensors = ([stored("table", of_version(1).table)],)
+    wanted = Settings(1, tensors, label=1, texts=texts)
+    preparing = asyncio.create_task(asyncio.to_thread(replica.prepare, make, wanted))
+    await happened(lambda: calls_of(thread_of(replica._lm)))
+    go.set()
+    assert (await preparing).vocab_size == 11
+    assert replica._lm.weights_version == 1
+    replica.stop()
+    await asyncio.gather(asked, withdrawn, return_exceptions=True)
+
+
 async def test_two_calls_wait_for_answers_and_the_first_gets_them() -> None:
-    replica, far = Replica(), FarEnd(HandleNumbers())
+    replica = Replica()
     replica.prepare(partial(genrt.load, MODEL, engine="exact"), Settings())
-
-    def exchange(number: int, *asked: LogprobsRequest) -> asyncio.Task[Any]:
-        tickets = [7 for _ in asked]
-        more: Any = {"number": number, "seconds": 30.0, "withdrawn": [], "forgotten": []}
-        data, _ = far.flush(asked, tickets=tickets, **more)
-        return asyncio.create_task(asyncio.to_thread(replica.exchange, data))
-
+    exchange = partial(exchanged, replica)
     last = exchange(2, LogprobsRequest([1]))  # which waits for its turn
     first, second = exchange(0), exchange(1)
     assert await last is None  # two waited then; its answer may have ended one of them by now

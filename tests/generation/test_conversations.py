@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -242,6 +244,7 @@ def lm() -> Iterator[AsyncLM]:
         yield made
 
 
+ROOT = Path(__file__).resolve().parents[2]
 USER = {"role": "user", "content": "ab"}
 
 
@@ -292,6 +295,43 @@ def test_messages_of_tools_stand_between_answers(lm: AsyncLM) -> None:
         repr(conversation)
         == f"Conversation(5 messages, {len(found.token_ids)} tokens, 5 of them drawn)"
     )
+
+
+async def test_a_turn_of_tools_has_the_forms_of_trainers() -> None:
+    """Of TRL, verl and OpenRLHF, as the guide makes them. Each has the whole trajectory, and the
+    log-probabilities are the model's after all tokens before, the tool's included."""
+    async with await genrt.aload(engine=opened(MERGED)) as lm:
+        talk = Conversation(lm, [USER])
+        begin = len(talk.prompt_ids())
+        for seed in (1, 2):
+            await talk.ask(max_new_tokens=5, seed=seed)
+            talk.add({"role": "tool", "content": "b b"}, USER)
+        found, guide = talk.trajectory(), (ROOT / "docs/guide/trainers.md").read_text("utf-8")
+        [made] = re.findall(r"^found = talk.trajectory\(\)\n(.*?)^print", guide, re.M | re.S)
+        forms: dict[str, Any] = {"found": found, "begin": begin, "torch": torch}
+        exec(made, forms)  # noqa: S102 — the guide's own lines
+        trl, verl, openrlhf = (forms[f"of_{each}"] for each in ("trl", "verl", "openrlhf"))
+        ids, drawn = found.token_ids.tolist(), found.loss_mask.tolist()
+        assert trl == {
+            name: [verl[other]]
+            for name, other in (
+                ("prompt_ids", "prompt_ids"),
+                ("completion_ids", "response_ids"),
+                ("logprobs", "response_logprobs"),
+                ("env_mask", "response_mask"),
+            )
+        }
+        assert verl["prompt_ids"] + verl["response_ids"] == openrlhf["observation_tokens"] == ids
+        assert [False] * begin + [each == 1 for each in verl["response_mask"]] == drawn
+        assert len({len(verl[f"response_{each}"]) for each in ("ids", "mask", "logprobs")}) == 1
+        assert len(openrlhf["rollout_log_probs"]) == len(ids)
+        assert len(openrlhf["action_ranges"]) == 2
+        places = [n for start, end in openrlhf["action_ranges"] for n in range(start, end)]
+        assert places == [n for n, each in enumerate(drawn) if each]
+        for start, end in openrlhf["action_ranges"]:
+            scores = await lm.score(ids[:start], ids[start:end])
+            own = openrlhf["rollout_log_probs"][start:end]
+            assert own == pytest.approx(scores.tolist(), abs=1e-5)
 
 
 def test_forks_go_on_by_themselves(lm: AsyncLM) -> None:

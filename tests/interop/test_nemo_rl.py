@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -21,10 +22,12 @@ from genrt.interop.trainers import WeightSyncClient
 from genrt.lm import AsyncLM
 from tests.generation.test_many import EOS, MODEL, Engine, nothing_left
 from tests.inside import engine_of
+from tests.interop.test_trainers import MODEL as RECEIVING
 from tests.interop.test_trainers import OTHER
 from tests.interop.test_trainers import Engine as ReceivingEngine
 from tests.masks import check_places
 from tests.runtime.test_pauses import SleepyEngine
+from tests.waiting import until
 
 ROOM = 32
 PAD = EOS
@@ -543,6 +546,29 @@ def test_a_refit_is_received_as_noted_and_later_texts_are_the_new_weights(
         named = {"names": ["table"], "shapes": [[6, 6]], "dtype_names": ["float32"]}
         assert received == [named, {**named, "ipc_handles": [{"1": ()}]}]
         assert lm.weights_version == 2
+
+
+async def test_a_refit_in_flight_leaves_its_texts_in_progress() -> None:
+    """NeMo-RL's asynchronous GRPO refits while samples are drawn."""
+    config = CONFIG | {"stop_token_ids": None, "_pad_token_id": 0, "max_new_tokens": 500}
+    of = {0: RECEIVING, 1: OTHER}
+    with genrt.load(engine=ReceivingEngine) as lm:
+        policy = NemoGeneration(lm, config | {"ignore_eos": True}, pending="continue", seed=1)
+        samples = policy.generate_async(batch_of([[1, 2], [3]], pad=0))
+        first = asyncio.ensure_future(anext(samples))
+        await until(lambda: lm.statistics().engine.sampled_tokens, lm)
+        source = {"table": OTHER.table}
+        assert await asyncio.to_thread(policy.update_weights_from_tensors, source) == 1
+        found = [await first, *[each async for each in samples]]
+        assert sorted(number for number, _ in found) == [0, 1]
+        for _, each in found:
+            [ids], [versions] = each["output_ids"].tolist(), each["weights_versions"].tolist()
+            assert set(versions) == {-1, 0, 1}
+            for place in range(versions.index(0), len(ids)):
+                wanted = float(of[versions[place]].row(ids[:place])[ids[place]])
+                assert float(each["logprobs"][0, place]) == pytest.approx(wanted, abs=1e-5)
+    with pytest.raises(InvalidRequest, match="pending"):
+        NemoGeneration(lm, config, pending="go on")  # type: ignore[arg-type]
 
 
 def test_a_refit_that_fails_is_abandoned_and_raises() -> None:

@@ -24,6 +24,7 @@ from genrt.interop.trainers import WeightSyncClient
 from genrt.lm import AsyncLM
 from genrt.runtime.weights import Transfers
 from tests.inside import engine_of
+from tests.waiting import until
 
 MODEL, OTHER = NGram.random(6, order=1, seed=1), NGram.random(6, order=1, seed=2)
 SENT: dict[str, NamedTensors] = {}
@@ -34,9 +35,10 @@ class Received:
     """The weights of an exact engine, to which a trainer sends tables."""
 
     def __init__(self, own: Any) -> None:
-        self._own = own
+        self._own, self.set_version = own, own.set_version
         self.met: list[Mapping[str, Any]] = []
         self.is_met = False
+        self.keeps_kv: list[bool] = []
 
     def layout(self) -> Layout:
         found: Layout = self._own.layout()
@@ -47,6 +49,10 @@ class Received:
 
     def begin(self) -> None:
         self._own.begin()
+
+    def begin_beside_texts(self, keeps_kv: bool) -> None:
+        self.keeps_kv.append(keeps_kv)
+        self._own.begin_beside_texts(keeps_kv)
 
     def load(self, tensors: NamedTensors) -> None:
         self._own.load(tensors)
@@ -120,6 +126,33 @@ async def test_questions_wait_for_an_update_and_the_next_update_too(lm: AsyncLM)
     assert await following == 2
     assert any(torch.allclose(found, each.row([1]), atol=1e-6) for each in (OTHER, MODEL))
     assert torch.allclose(await lm.next_token_logprobs([1]), MODEL.row([1]), atol=1e-6)
+
+
+async def test_texts_go_on_beside_a_trainers_update(lm: AsyncLM) -> None:
+    """None gets a token between its parts. Their KV cache is kept or computed again, as asked."""
+    of = {0: MODEL, 1: OTHER, 2: MODEL}
+    options: Any = {"max_tokens": 500, "ignore_eos": True, "logprobs": 0, "seed": 1}
+    text = asyncio.ensure_future(lm.generate([1], **options))
+    await until(lambda: lm.statistics().engine.sampled_tokens, lm)
+    for kv_cache in ("keep", None):
+        client = WeightSyncClient(lm, pending="continue", kv_cache=kv_cache)
+        await asyncio.to_thread(client.start_weight_update)
+        steps = lm.statistics().engine.steps
+        for _ in range(2):
+            table = {"table": of[lm.weights_version + 1].table}
+            await asyncio.to_thread(client.update_weights, table)
+        assert lm.statistics().engine.steps == steps
+        await asyncio.to_thread(client.finish_weight_update)
+        await until(lambda steps=steps: lm.statistics().engine.steps > steps, lm)  # type: ignore[misc]
+    found = await text
+    weights: Any = engine_of(lm).weights
+    assert weights.keeps_kv == [True, False]
+    assert [each.version for each in found.weights_spans] == [0, 1, 2]
+    context = [1, *found.token_ids]
+    for version, start, end in found.weights_spans:
+        for place in range(start, end):
+            drawn = float(of[version].row(context[: place + 1])[context[place + 1]])
+            assert found.logprobs[place] == pytest.approx(drawn, abs=1e-5)
 
 
 def test_an_update_that_is_given_up_changes_nothing_or_is_the_engines_death(lm: AsyncLM) -> None:
@@ -204,6 +237,8 @@ def test_mistakes_are_told(lm: AsyncLM) -> None:
         WeightSyncClient(wrong)
     with pytest.raises(InvalidRequest, match="pending"):
         WeightSyncClient(lm, pending=wrong)
+    with pytest.raises(InvalidRequest, match='give pending="continue" too'):
+        WeightSyncClient(lm, kv_cache="keep")
     client = WeightSyncClient(lm)
     with pytest.raises(InvalidRequest, match="init_info must be a mapping"):
         client.init_weight_transfer_engine(wrong)
@@ -316,11 +351,25 @@ def test_vllm_is_refitted_as_by_its_own_trainers(
         tensors = [*load_file(other / "model.safetensors").items()]
         half = len(tensors) // 2
         SENT.update(first=tensors[:half], second=tensors[half:])
-        client.start_weight_update()
-        client.update_weights({"key": "first"})
-        client.update_weights({"key": "second"})
-        client.finish_weight_update("2")
+
+        async def refitted() -> Any:
+            """In two parts, beside a text that goes on."""
+            beside = WeightSyncClient(lm, pending="continue")
+            options: Any = {"max_tokens": 400, "ignore_eos": True, "logprobs": 0, "seed": 1}
+            text = asyncio.ensure_future(lm.generate(contexts[2], **options))
+            await until(lambda: lm.statistics().engine.sampled_tokens, lm)
+            await asyncio.to_thread(beside.start_weight_update)
+            for part in ("first", "second"):
+                await asyncio.to_thread(beside.update_weights, {"key": part})
+            await asyncio.to_thread(beside.finish_weight_update, "2")
+            return await text
+
+        text = asyncio.run(refitted())
         assert lm.weights_version == 1
+        assert [each.version for each in text.weights_spans] == [0, 1]
+        _, start, _ = text.weights_spans[1]
+        scores = lm.score_sync(contexts[2], text.token_ids)[start:]
+        assert torch.allclose(torch.tensor(text.logprobs[start:]), scores, atol=5e-4)
         after = lm.batch_next_token_logprobs_sync(contexts)
         assert torch.allclose(after, expected, atol=1e-5)
         assert not torch.allclose(after, before, atol=1e-2)

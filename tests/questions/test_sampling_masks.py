@@ -241,6 +241,11 @@ def test_structures_and_penalties_leave_their_sets() -> None:
         sets = sets_in(drawn.sampling_mask)
         assert sets[0] == {0, 1, 3}
         assert sets[-1] in ({2}, {4})
+        assert drawn.sampling_mask is not None
+        for place, (allowed, token) in enumerate(zip(sets, drawn.token_ids, strict=True)):
+            row = model.row([0, *drawn.token_ids[:place]])
+            own = float(row[token] - row[sorted(allowed)].logsumexp(0))
+            assert drawn.sampling_mask.logprobs[place] == pytest.approx(own, abs=1e-5)
         options = {"logit_bias": {1: 30.0}, "seed": 5, "max_tokens": 3, "top_p": 0.999}
         biased: Completion = lm.generate_sync([0], sampling_mask="ids", **options)
         assert sets_in(biased.sampling_mask) == [{1}] * 3

@@ -16,6 +16,7 @@ from genrt.errors import EngineDied, EngineUnsupported, InvalidRequest
 from genrt.server import Server, ServerLimits, serving
 from tests.inside import engine_of
 from tests.interop.test_trainers import MODEL, OTHER, Received
+from tests.waiting import until
 
 pytest.importorskip("vllm")
 
@@ -76,6 +77,22 @@ def test_vllms_client_refits_a_served_runtime_again_and_again(
         assert torch.allclose(found, model.row([1]), atol=1e-6)
     client.shutdown_weight_transfer_engine()
     assert not weights.is_met
+
+
+async def test_a_trainer_may_update_beside_texts(lm: genrt.AsyncLM, server: Server) -> None:
+    options: Any = {"max_tokens": 500, "ignore_eos": True, "seed": 1}
+    async with httpx.AsyncClient(base_url=str(server.url)) as client:
+        for wrong in ({"pending": "go on"}, {"kv_cache": "keep"}, {"mode": "keep"}):
+            assert (await client.post("/start_weight_update", json=wrong)).status_code == 400
+        text = asyncio.ensure_future(lm.generate([1], **options))
+        await until(lambda: lm.statistics().engine.sampled_tokens, lm)
+        begun = await client.post("/start_weight_update", json={"pending": "continue"})
+        assert begun.status_code == 200
+        assert not text.done()
+        await client.post("/update_weights", json={"update_info": table(OTHER)})
+        ended = await client.post("/finish_weight_update")
+        assert ended.json() == {"weights_version": 1}
+        assert [each.version for each in (await text).weights_spans] == [0, 1]
 
 
 async def test_a_trainer_that_falls_silent_is_given_up(lm: genrt.AsyncLM) -> None:

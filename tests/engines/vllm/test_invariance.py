@@ -53,7 +53,8 @@ def same_bits(llama: Path, unsplit: None) -> Iterator[AsyncLM]:
 
 
 async def digests(lm: AsyncLM, order: Sequence[int]) -> dict[int, str]:
-    """The digest of all answers after each of these texts, when all are asked together."""
+    """The digest of all answers after each of these texts, when all are asked together: rows, draws,
+    scores, a teacher's, texts, contexts and populations that grow and fork."""
     texts = [TEXTS[n] for n in order]
     rows = await lm.batch_next_token_logprobs(texts)
     draws, scores, generated = await asyncio.gather(
@@ -68,28 +69,43 @@ async def digests(lm: AsyncLM, order: Sequence[int]) -> dict[int, str]:
     for step in range(3):
         population.append([(n + step) % 320 for n in order])
         grown.append(await population.logprobs())
+    forks = population.take([*range(len(order)), *range(len(order))])
+    forks.append([n % 320 for n in order] + [(n + 7) % 320 for n in order])
+    grown += torch.split(await forks.logprobs(), len(order))
+    contexts = [lm.context(each) for each in texts]
+    grown += [await asyncio.gather(*(each.logprobs() for each in contexts))]
+    branches = [each.fork() for each in contexts]
+    for number, context, branch in zip(order, contexts, branches, strict=True):
+        context.append(number)
+        branch.append(number + 1)
+    both = await asyncio.gather(*(each.logprobs() for each in (*contexts, *branches)))
+    grown += both[: len(order)], both[len(order) :]
+    for handle in (*contexts, *branches):
+        handle.close()
     population.close()
+    forks.close()
+    taught = await lm.batch_teacher(texts, top=8, temperature=0.9)
     found = {}
     for place, number in enumerate(order):
         text = generated[place]
         said = draws[place], text.token_ids, text.logprobs, text.top_logprobs
-        answers: list[Any] = [rows, scores, *grown]
-        bits = [each[place].numpy().tobytes() for each in answers]
+        answers: list[Any] = [each[place] for each in (rows, scores, *grown)]
+        bits = [each.numpy().tobytes() for each in (*answers, *taught[place])]
         found[number] = hashlib.sha256(repr(said).encode() + b"".join(bits)).hexdigest()
     return found
 
 
-async def alone(lm: AsyncLM) -> dict[int, str]:
+async def alone(lm: AsyncLM, count: int = 64) -> dict[int, str]:
     found: dict[int, str] = {}
-    for number in range(len(TEXTS)):
+    for number in range(count):
         found |= await digests(lm, [number])
     return found
 
 
 async def in_every_company(lm: AsyncLM, expected: dict[int, str]) -> None:
-    choose = random.Random(2)
+    choose, most = random.Random(2), len(expected)
     for count in (2, 3, 5, 16, 33, 64):
-        order = choose.sample(range(64), count)
+        order = choose.sample(range(most), min(count, most))
         assert await digests(lm, order) == {n: expected[n] for n in order}
 
 
@@ -250,5 +266,5 @@ async def test_transformers_computes_a_row_alone(llama: Path) -> None:
     given: dict[str, Any] = {"engine_options": {"dtype": "float32"}, "cache_bytes": 0}
     with genrt.load(str(llama), engine="transformers", deterministic=True, **given) as lm:
         assert lm.max_batch_size == 1
-        expected = await alone(lm)
+        expected = await alone(lm, 5)
         await in_every_company(lm, expected)

@@ -22,6 +22,7 @@ from tests.engines.vllm.small import TOLERANCE, left_over, preemptions, runner_o
 from tests.engines.vllm.test_vllm_scores import TIGHT
 from tests.inside import engine_of, texts_of
 from tests.masks import check_places, sets_in
+from tests.waiting import a_loop_beside_each_step, until
 
 pytestmark = pytest.mark.vllm
 
@@ -306,6 +307,44 @@ def test_after_new_weights_and_a_restart_a_teacher_is_the_new_model(
         lm.restart()
         again = lm.teacher_sync(text, top=3)
         assert torch.allclose(again.logprobs, new.logprobs, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("pending", ["finish", "restart", "continue"])
+async def test_a_teacher_in_the_middle_of_new_weights_is_of_one_version(
+    lm: AsyncLM, llama: Path, other: Path, oracle_rows: Rows, pending: Any
+) -> None:
+    """In chunks of a step, beside a text. One that was asked before is answered by the old weights,
+    unless all begin again; one that is asked in the middle, by the new weights."""
+    texts = [tokens(220, 30 + n) for n in range(4)]
+    pairs = [*load_file(other / "model.safetensors").items()]
+    later: list[asyncio.Task[Any]] = []
+
+    async def parts() -> Any:
+        yield pairs[:9]
+        later.append(asyncio.create_task(lm.teacher(texts[0], top=4)))
+        await asyncio.sleep(0)
+        yield pairs[9:]
+
+    with a_loop_beside_each_step(lm):
+        before = lm.statistics().engine.scored_tokens
+        asked = [asyncio.create_task(lm.teacher(each, top=4)) for each in texts]
+        text = asyncio.create_task(lm.generate([5], max_tokens=60, ignore_eos=True))
+        await until(lambda: lm.statistics().engine.scored_tokens > before, lm)
+        await lm.update_weights(parts(), pending=pending)
+    earlier, after = await asyncio.gather(*asked), await later[0]
+    assert len((await text).token_ids) == 60
+    again = await lm.batch_teacher(texts, top=4)
+    await lm.update_weights(llama)
+    assert torch.allclose(after.logprobs, again[0].logprobs, atol=TOLERANCE)
+    began_again = 0
+    for each, found, new in zip(texts, earlier, again, strict=True):
+        assert float((new.logprobs - oracle_rows(each).topk(4).values).abs().max()) > 0.1
+        if torch.allclose(found.logprobs, new.logprobs, atol=TOLERANCE):
+            began_again += 1
+        else:
+            expect_teacher(found, oracle_rows(each), 4)
+    assert bool(began_again) == (pending == "restart")
+    assert left_over(engine_of(lm)) == {}
 
 
 def test_equal_log_probabilities_come_by_their_ids() -> None:
