@@ -42,7 +42,9 @@ model."""
 
 def pytest_configure() -> None:
     """Take interrupts, which tests send, where a shell started this in the background without them. What
-    tests start inherits that."""
+    tests start inherits that. Imports make a million objects that last, so nothing is collected before
+    they are frozen."""
+    gc.disable()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -62,6 +64,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             torch.compiler.set_stance("force_eager")
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

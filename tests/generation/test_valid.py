@@ -476,17 +476,21 @@ def test_an_interrupt_of_the_twin_returns_what_was_made() -> None:
 
 
 async def test_the_result_can_be_had_while_it_runs(lm: AsyncLM) -> None:
-    run = UntilValid(lm, "?", is_yes, target=60, max_tokens=20)
-    assert (run.result().reason, run.result().records) == ("interrupted", ())
-    task, seen = asyncio.create_task(run.run()), [0]
-    while not task.done():
-        await asyncio.sleep(0)
+    seen = [0]
+
+    def look(text: str) -> str:
         found = run.result()
+        assert found.reason == "interrupted"
         assert len(found.records) >= seen[-1]
         seen.append(len(found.records))
-    assert (await task).reason == "complete"
+        return is_yes(text)
+
+    run = UntilValid(lm, "?", look, target=60, max_tokens=20)
+    assert (run.result().reason, run.result().records) == ("interrupted", ())
+    found = await run.run()
+    assert found.reason == "complete"
     assert len({*seen}) > 3
-    assert untimed(await run.run()) == untimed(run.result()) == untimed(task.result())
+    assert untimed(await run.run()) == untimed(run.result()) == untimed(found)
 
 
 async def test_a_run_is_awaited_once_at_a_time(lm: AsyncLM) -> None:

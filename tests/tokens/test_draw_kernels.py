@@ -10,7 +10,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 import genrt.tokens
 from genrt.tokens import sampling
 from genrt.tokens.sampling import draw, draw_chunk, seeded_uniforms
-from tests.tokens.draws_by_hand import WIDTHS, by_torch, cases, disagreements, packed
+from tests.tokens.draws_by_hand import by_torch, cases, disagreements, packed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,14 +136,11 @@ def test_without_a_gpu_the_kernels_do_not_work() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    "widths",
-    [("129",), pytest.param([*map(str, WIDTHS)], marks=pytest.mark.proof)],
-    ids=["narrow", "all"],
-)
-def test_the_kernels_agree_with_torch_and_with_the_law(widths: Sequence[str]) -> None:
+@pytest.mark.proof
+def test_the_kernels_agree_with_torch_and_with_the_law() -> None:
+    """At every width, one narrow enough for a single block included."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.tokens.draws_by_hand", *widths],
+        [sys.executable, "-m", "tests.tokens.draws_by_hand"],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,

@@ -200,7 +200,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others_on_any_number_of_threads
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             together = computed(slice(None))
-            for part in [*(slice(n, n + 1) for n in range(16)), slice(3, 5)]:
+            for part in [*(slice(n, n + 1) for n in range(0, 16, 5)), slice(3, 5)]:
                 for whole, own in zip(together, computed(part), strict=True):
                     assert torch.equal(whole[part], own)
     finally:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import genrt
 from genrt.engines.exact import NGram
 from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
-from tests.children import environment
+from tests import children
 from tests.engines.vllm.small import TOLERANCE, forget, left_over, load
 from tests.inside import engine_of
 
@@ -135,22 +133,23 @@ async def test_rows_and_sequences_do_not_notice_drafts(lm: AsyncLM, plain: Async
 
 
 THREADS = f"""
-import sys, torch
+import torch, warnings
 from pathlib import Path
 from tests.engines.vllm.small import load, on_engine
 
-with load(Path(sys.argv[1]), engine_options={{"speculative_config": {DRAFTS}}}, **{SIZE}) as lm:
+warnings.simplefilter("ignore")
+with load(Path(model), engine_options={{"speculative_config": {DRAFTS}}}, **{SIZE}) as lm:
     lm.generate_sync([7, 7, 7, 9], max_tokens=8, ignore_eos=True)
     print("threads", on_engine(lm, lambda _: torch.get_num_threads()))
 """
 
 
+@pytest.mark.proof
 def test_the_thread_of_the_engine_keeps_its_number_of_threads(checkpoints: list[Path]) -> None:
     """numba sets its own number, of all cores, in the thread that first needs its threads. A process of
     its own, in which no engine has needed them before."""
-    command = [sys.executable, "-W", "ignore", "-c", THREADS, str(checkpoints[0])]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
-    assert "threads 1" in done.stdout.splitlines(), done.stderr[-2000:]
+    end = children.run({"drafts": THREADS}, model=str(checkpoints[0]))["drafts"]
+    assert "threads 1" in end.out.splitlines(), end.err[-2000:]
 
 
 async def test_drafts_save_steps(lm: AsyncLM) -> None:
