@@ -129,7 +129,7 @@ async def exact_runtime(kind: str, adapter: Path, holds: str) -> AsyncIterator[R
 @pytest.mark.parametrize("kind", ["plain", "scores", "by number"])
 @pytest.mark.parametrize(
     ("seed", "steps"),
-    [(0, 60), pytest.param(2, 300, marks=pytest.mark.proof)],
+    [(0, 60), pytest.param(2, 200, marks=pytest.mark.proof)],
 )
 async def test_each_draw_is_its_own_context_s_whatever_happens(
     kind: str, holds: str, seed: int, steps: int, tmp_path: Path

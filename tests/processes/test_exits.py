@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.promise(number=21)]
 BEFORE = """
 import asyncio, atexit, contextlib, os, signal, sys, threading
 import genrt
-from tests.inside import engine_of
+from tests.inside import engine_of, thread_of
 
 with contextlib.suppress(ImportError):
     import tabulate  # torch does at exit, where CPython forgets an interrupt over code that is compiled
@@ -96,6 +96,7 @@ PROGRAMS = {
                 lambda: lm.next_token_logprobs_sync([2]),
                 lambda: asyncio.run(lm.next_token_logprobs([2])),
                 lambda: lm.sample_sync([1], max_tokens=2),
+                lambda: thread_of(lm).call(lambda engine: None),
                 lambda: lm.statistics(),
             ):
                 try:
@@ -104,6 +105,7 @@ PROGRAMS = {
                     assert "forked child must load its own" in str(error)
                 else:
                     os._exit(1)
+            assert "closed" in repr(lm)
             lm.close()
             atexit._run_exitfuncs()
             os._exit(7)

@@ -583,39 +583,12 @@ PROGRAMS = {
         threading.Thread(target=lambda: genrt.load(engine=opening), daemon=True).start()
         started.acquire()
     """,
-    "forked": """
-        import warnings
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        lm.next_token_logprobs_sync([1])
-        child = os.fork()
-        if child == 0:
-            for forbidden in (
-                lambda: lm.next_token_logprobs_sync([1]),
-                lambda: lm.sample_sync([1], max_tokens=2),
-                lambda: asyncio.run(lm.next_token_logprobs([1])),
-                lambda: thread_of(lm).call(lambda engine: None),
-                lambda: lm.statistics(),
-            ):
-                try:
-                    forbidden()
-                except genrt.Closed as error:
-                    assert "forked child must load its own" in str(error)
-                else:
-                    os._exit(1)
-            assert "closed" in repr(lm)
-            lm.close()
-            sys.exit(7)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 7, status
-        lm.next_token_logprobs_sync([2])
-    """,
 }
 
 SERVER = """
 import asyncio, gc, json, os, signal, sys, tempfile, threading
 import genrt
 from genrt.runtime import thread as engine_thread
-from tests.inside import thread_of
 from tests.scripted import ScriptedEngine
 
 started, held = threading.Semaphore(0), threading.Semaphore(1)
