@@ -245,8 +245,8 @@ class SimulatedWeights:
         self._engine.known.clear()
 
     def set_version(self, version: int) -> None:
-        """Label the texts that begin from now on."""
-        self._engine.check("weights are labelled", self.is_whole)
+        """Label the texts that begin from now on. An update does so just before its end, when the parts
+        of the weights have been loaded."""
         self.version = version
 
     def load(self, tensors: NamedTensors) -> None:
