@@ -234,8 +234,8 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
                 batch[source] = replaced
 
     def processed_rows(self) -> list[int]:
-        """Return the batch rows of requests that want processed log-probabilities."""
-        return [index for index, entry in self._batch.items() if entry.processed]
+        """Return the batch rows, in rising order, of requests that want processed log-probabilities."""
+        return [index for index, entry in sorted(self._batch.items()) if entry.processed]
 
     def masked_rows(self) -> MaskedRows:
         """Return the batch rows of texts that want their sets."""

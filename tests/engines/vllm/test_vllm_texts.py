@@ -24,7 +24,7 @@ from genrt.engines.vllm.structures import GuidedStructures
 from genrt.engines.vllm.texts import check_v2
 from genrt.errors import EngineFailed, InvalidRequest, TimedOut
 from genrt.lm import AsyncLM
-from genrt.questions.completions import Completion, Decoding, completion_requests
+from genrt.questions.completions import Completion, Decoding, LogprobsMode, completion_requests
 from genrt.questions.rows import Limits
 from genrt.structures.guides import Guides
 from genrt.tokens.sampling import truncate
@@ -124,6 +124,28 @@ def test_log_probabilities_of_the_law_are_those_of_the_transformers_engine(
             writing.add(token, row, kept)
             expected = kept[token] if decoding.returns_processed else row[token]
             assert logprob == pytest.approx(float(expected), abs=5e-4)
+
+
+@pytest.mark.parametrize("lengths", [(3, 9, 6, 9), (9, 3, 9), (2, 4, 6, 8, 10)])
+def test_processed_log_probabilities_stay_with_their_texts_when_others_end(
+    lm: AsyncLM, lengths: tuple[int, ...]
+) -> None:
+    """All texts of the batch want them, and vLLM moves the last text to the place of one that ended. At
+    temperature 1 without cuts they are the model's."""
+
+    async def drawn(mode: LogprobsMode) -> list[Any]:
+        own: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0, "logprobs": 0}
+        return await asyncio.gather(
+            *(
+                lm.generate([5 + n, 7], seed=n, max_tokens=length, logprobs_mode=mode, **own)
+                for n, length in enumerate(lengths)
+            )
+        )
+
+    processed, raw = asyncio.run(drawn("processed_logprobs")), asyncio.run(drawn("raw_logprobs"))
+    for ours, models in zip(processed, raw, strict=True):
+        assert ours.token_ids == models.token_ids
+        assert ours.logprobs == pytest.approx(models.logprobs, abs=5e-4)
 
 
 @pytest.mark.parametrize(
