@@ -209,7 +209,7 @@ class CompletionState:
     def _set_of(self, form: MaskForm, token: int, row: Tensor, law: Tensor) -> DrawnFrom:
         heat = self.decoding.temperature
         by_model = None if heat < GREEDY_BELOW else weighed(row[None], heat, 1.0)
-        mass = 0.0 if by_model is None else min(float(mass_of_sets(by_model, law[None])), 0.0)
+        mass = 0.0 if by_model is None else float(mass_of_sets(by_model, law[None]))
         [found] = in_form(packed_sets(law[None]), form)
         return DrawnFrom(float(law[token]), mass, found)
 

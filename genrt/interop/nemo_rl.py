@@ -89,8 +89,7 @@ class NemoGeneration:
     ) -> None:
         self._lm = lm
         self._client = WeightSyncClient(lm, pending=pending, kv_cache=kv_cache)
-        self._earlier: UpdateOptions = {"pending": pending}
-        self._earlier |= {} if kv_cache is None else {"kv_cache": kv_cache}
+        self._earlier: UpdateOptions = {"pending": pending, "kv_cache": kv_cache}
         self._options = given = _rollout_options(config, lm.max_model_len) | options
         stops = given.pop("stop_strings", None)
         if is_per_sample(stops):

@@ -87,7 +87,7 @@ class UpdateOptions(TypedDict, total=False):
     """
 
     pending: Pending
-    kv_cache: KVCache
+    kv_cache: KVCache | None
     check_finite: bool
     keep: bool | None
 

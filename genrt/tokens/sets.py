@@ -76,7 +76,7 @@ def _described(laws: Tensor, rows: Tensor, divisors: Tensor | None, token_ids: T
     logprobs = laws.gather(-1, own) - log_sums(laws)
     if divisors is not None:
         rows = tempered(rows.float(), divisors[:, None])
-    numbers = torch.cat([logprobs, mass_of_sets(rows, laws).clamp_(max=0.0)], dim=-1)
+    numbers = torch.cat([logprobs, mass_of_sets(rows, laws)], dim=-1)
     packed = torch.from_numpy(packed_sets(laws))
     # More than are listed: a reader takes them from the bits.
     size = torch.ones_like(own, dtype=torch.int32)
@@ -93,7 +93,7 @@ def mass_of_sets(rows: Tensor, laws: Tensor) -> Tensor:
         peak = inside.max(initial=-math.inf)
         weights = np.exp(inside - peak) if peak > -math.inf else np.zeros(0)
         masses.append(peak + math.log(total) if (total := weights.sum()) else -math.inf)
-    return torch.tensor(masses, dtype=torch.float32)[:, None]
+    return torch.tensor(masses, dtype=torch.float32)[:, None].clamp_(max=0.0)
 
 
 def packed_sets(laws: Tensor) -> np.ndarray:

@@ -382,7 +382,10 @@ class CaptureV2(V2LogitsProcessor):  # type: ignore[misc]
     def masked_rows(self, slots: np.ndarray, lengths: np.ndarray) -> MaskedRows:
         """Return the rows, of a step's requests, of texts that want their sets. The texts have these
         lengths; rows inside prompts are left out."""
-        tickets, places = self._masked[slots], lengths[: len(slots)] - self._prompts[slots]
+        tickets = self._masked[slots]
+        if tickets.max(initial=-1) < 0:
+            return MaskedRows([], [], [], [])
+        places = lengths[: len(slots)] - self._prompts[slots]
         rows = np.flatnonzero((tickets >= 0) & (places >= 0))
         own = (each[rows].tolist() for each in (tickets, places, self._heats[slots]))
         return MaskedRows(rows.tolist(), *own)

@@ -411,8 +411,7 @@ class VLLMTexts:
             {PROCESSED: True} if params.temperature and decoding.returns_processed else {}
         )
         if params.temperature and decoding.sampling_mask is not None:
-            own = int(request_id), len(request.token_ids), request.temperature
-            extra[MASKED] = Masked(*own)
+            extra[MASKED] = Masked(int(request_id), len(request.token_ids), request.temperature)
         self._draw(params, params.seed, extra)
         self._rule_out(params, decoding.bad_words, has_structure=asked is not None)
         if params.temperature:
@@ -513,6 +512,9 @@ class VLLMTexts:
                 continue
             unread = text.unread
             unread += output.new_token_ids
+            if text.form is not None and self._sets is not None:
+                taken = range(len(text.places), len(text.places) + len(output.new_token_ids))
+                text.places += self._sets.take(int(output.request_id), taken, text.form)
             if text.first is None and unread:
                 text.first = now
             if output.prefill_stats is not None:
@@ -520,7 +522,7 @@ class VLLMTexts:
             if output.finish_reason is None and len(unread) <= text.most_unread:
                 continue
             if output.finish_reason in (None, CoreFinishReason.STOP, CoreFinishReason.LENGTH):
-                due.append(self._with_unread(text, output))
+                due.append(text.with_unread(output))
             else:
                 ended.append((output.request_id, _error_of(output, text.structure)))
         over = [each for part in self._parts(due) for each in self._read(part, ended, now)]
@@ -588,20 +590,11 @@ class VLLMTexts:
         """Let vLLM's output processor read all tokens of these texts."""
         texts = [(each, self._in_progress.get(each)) for each in request_ids]
         unread = [
-            self._with_unread(text, EngineCoreOutput(request_id=request_id, new_token_ids=[]))
+            text.with_unread(EngineCoreOutput(request_id=request_id, new_token_ids=[]))
             for request_id, text in texts
             if text is not None and text.unread
         ]
         self._read(unread, [], time.perf_counter())
-
-    def _with_unread(self, text: _TextState, output: EngineCoreOutput) -> EngineCoreOutput:
-        """Return the output with all unread tokens of its text, and take the sets of these."""
-        output = text.with_unread(output)
-        if text.form is not None and self._sets is not None:
-            start = len(text.places)
-            taken = range(start, start + len(output.new_token_ids))
-            text.places += self._sets.take(int(output.request_id), taken, text.form)
-        return output
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Forget texts that have ended or were aborted; ignore other requests."""
