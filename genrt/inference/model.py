@@ -323,7 +323,7 @@ class Deaths:
 
     def __str__(self) -> str:
         counts = {
-            "at max_tokens (raise it, or stop=None)": self.max_tokens,
+            "at max_tokens (raise it, or see stop=)": self.max_tokens,
             "at dead ends": self.dead_ends,
             "by the potential": self.potential,
         }

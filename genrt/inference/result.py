@@ -297,6 +297,8 @@ class Result:
         named = [(label(self.values[own[0]]), own) for own in distinct[:SHOWN]]
         if others := distinct[SHOWN:]:
             named.append((f"({count_of(len(others), 'value')} more)", [*chain(*others)]))
+        if len(named) == 1:  # particles that agree show no error, which is not an error of 0
+            return [(named[0][0], 1.0, math.nan)]
         flags = [np.isin(np.arange(len(weights)), own).astype(float) for _, own in named]
         return [
             (name, float(weights[own].sum()), self._error_of(each))

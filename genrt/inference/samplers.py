@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -245,13 +246,29 @@ class Several:
     def _log_evidences(self) -> Floats:
         return np.array([each.log_evidence for each in self.results])
 
-    def expectation(self, function: Callable[[Any], float]) -> tuple[float, float]:
-        """Return the posterior mean of a function of the values, and its standard error. Where no run has
-        an evidence, they count alike."""
+    @property
+    def weights(self) -> Floats:
+        """The share of each run, float64 ``[runs]``: all 0 if every particle of all runs died. Where no
+        run has an evidence, they count alike."""
         if self.log_evidence == -math.inf:
-            return math.nan, math.nan
+            return np.zeros(len(self.results))
         known = self._log_evidences
-        weights = normalized_weights(np.zeros(len(known)) if np.isnan(known).all() else known)
+        return normalized_weights(np.zeros(len(known)) if np.isnan(known).all() else known)
+
+    def posterior(self, *, of: Callable[[Any], Any] | None = None) -> list[tuple[Any, float]]:
+        """Return the distinct values with their weights, heaviest first, as ``Result.posterior``."""
+        parts: defaultdict[Any, list[float]] = defaultdict(list)
+        for share, result in zip(self.weights.tolist(), self.results, strict=True):
+            for value, weight in result.posterior(of=of) if share else ():
+                parts[value].append(share * weight)
+        total = {value: math.fsum(own) for value, own in parts.items()}
+        return sorted(total.items(), key=lambda entry: (-entry[1], str(entry[0])))
+
+    def expectation(self, function: Callable[[Any], float]) -> tuple[float, float]:
+        """Return the posterior mean of a function of the values, and its standard error."""
+        weights = self.weights
+        if not weights.any():
+            return math.nan, math.nan
         means = np.array(
             [
                 each.expectation(function) if weight > 0 else 0.0

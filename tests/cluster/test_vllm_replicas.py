@@ -221,3 +221,40 @@ async def test_clients_are_served_over_replicas_as_over_one_engine(
         engine = engine_of(two)
         await happened(lambda: not two.statistics().batcher.in_flight and not engine.is_busy)
         assert not engine._streams
+
+
+@pytest.mark.promise(number=39)
+async def test_texts_over_replicas_go_on_with_new_weights(
+    one: genrt.AsyncLM, two: genrt.AsyncLM, llama: Path, tmp_path: Path
+) -> None:
+    """Each token's log-probability is of the weights that its span says."""
+    from tests.small_models import make_llama
+
+    own = load_file(llama / "model.safetensors")
+    other = load_file(make_llama(tmp_path / "other", seed=7) / "model.safetensors")
+    before = two.weights_version
+    options: Any = {"max_tokens": LONG, "ignore_eos": True, "logprobs": 0}
+    streams = [two.stream([5, 6 + seed], seed=seed, **options) for seed in range(8)]
+    for stream in streams:
+        await anext(stream)
+    after = await two.update_weights(other, pending="continue")
+    for stream in streams:
+        async for _ in stream:
+            pass
+    texts = [stream.completion for stream in streams]
+    assert before in {span.version for text in texts if text for span in text.weights_spans}
+    assert any(text and len(text.weights_spans) == 2 for text in texts)
+    for version, weights in ((before, own), (after, other)):
+        await one.update_weights(weights)
+        for text in texts:
+            assert text is not None
+            scores = await one.score(text.prompt_token_ids, text.token_ids)
+            for span in text.weights_spans:
+                assert span.version in (before, after)
+                if span.version == version:
+                    found = torch.tensor(text.logprobs[span.start : span.end])
+                    torch.testing.assert_close(
+                        found, scores[span.start : span.end], rtol=0, atol=1e-3
+                    )
+    for lm in (one, two):
+        await lm.update_weights(own)

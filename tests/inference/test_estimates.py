@@ -128,6 +128,12 @@ async def test_other_schemes_have_no_error_of_one_run_and_several_have() -> None
     assert 0 < abs(off) < 4 * runs.evidence_error < 0.5
     mean, error = runs.expectation(float)
     assert 0 < abs(mean - truth) < 4 * error < 0.3
+    weights = dict(runs.posterior())
+    assert math.fsum(value * weight for value, weight in weights.items()) == pytest.approx(mean)
+    assert math.fsum(weights.values()) == pytest.approx(1)
+    assert sum(weight for sign, weight in runs.posterior(of=np.sign) if sign > 0) == pytest.approx(
+        sum(weight for value, weight in weights.items() if value > 0)
+    )
     assert math.isnan(runs.cost)  # without a runtime
     plain = await importance_sampling(walk, num_particles=32).run(0)
     assert plain.evidence_error > 0
@@ -144,6 +150,8 @@ async def test_weights_and_steps_are_shown_with_their_standard_errors() -> None:
     assert f"0.6400 \N{PLUS-MINUS SIGN} {error:.4f}  a" in str(result)
     unknown = Result(values, ((),) * 100, values, np.zeros(100), 0.0)
     assert "\N{PLUS-MINUS SIGN}" not in str(unknown)
+    one = Result(("a",) * 100, ((),) * 100, ("a",) * 100, np.zeros(100), 0.0, **known)  # type: ignore[arg-type]
+    assert "1.0000  a" in str(one)  # that all agree does not mean an error of 0
     for resample in (multinomial, systematic):
         sampler = SMC(Walk(3, 0.5), num_particles=32, resample_when=0.9, resample=resample)
         run = await sampler.run(0)

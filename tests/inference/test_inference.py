@@ -90,7 +90,7 @@ DEATHS: dict[str, tuple[Callable[[AsyncLM], Any], tuple[int, int, int], str]] = 
     "too long": (
         lambda lm: {"max_tokens": 4, "constraint": regex("[ab]{9,}", lm)},
         (6, 0, 0),
-        "Every particle died: 6 at max_tokens (raise it, or stop=None)",
+        "Every particle died: 6 at max_tokens (raise it, or see stop=)",
     ),
     "a dead end": (
         lambda lm: {"max_tokens": 4, "constraint": regex(r"[^\d\D]", lm)},
@@ -105,7 +105,7 @@ DEATHS: dict[str, tuple[Callable[[AsyncLM], Any], tuple[int, int, int], str]] = 
     "too long, without an end token": (
         lambda lm: {"max_tokens": 4, "constraint": regex("[ab]{9,}", lm), "stop": None},
         (6, 0, 0),
-        "Every particle died: 6 at max_tokens (raise it, or stop=None)",
+        "Every particle died: 6 at max_tokens (raise it, or see stop=)",
     ),
     "a potential": (
         lambda lm: {"max_tokens": 2, "potential": lambda text: -math.inf},
