@@ -129,7 +129,7 @@ async def test_tokens_that_cannot_be_drawn_are_dead() -> None:
 # -- ancestor sampling ------------------------------------------------------------------------
 
 
-async def one_sweep(name: str, *, ancestors: bool, count: int = 300) -> tuple[float, Any]:
+async def one_sweep(name: str, *, ancestors: bool, count: int = 200) -> tuple[float, Any]:
     """The share of the chains whose first unit changed, and the assertion about their law."""
     async with await genrt.aload(MODEL, engine="exact") as lm:
         model, exact = problem(name, lm)
@@ -201,7 +201,7 @@ async def test_the_inverse_evidence_of_conditional_runs_is_unbiased(name: str, w
     particles and dead ends, the last has so long a tail that few runs say nothing."""
     async with await genrt.aload(MODEL, engine="exact") as lm:
         model, exact = problem(name, lm)
-        traces = await exact_traces(model, exact, 300)
+        traces = await exact_traces(model, exact, 200)
         ratios = []
         for seed, trace in enumerate(traces):
             state = await conditional(model, trace, count=4, seed=seed, below=when)

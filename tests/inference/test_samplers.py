@@ -129,10 +129,10 @@ SAMPLERS: dict[str, Callable[[AsyncLM, AsyncLM], Any]] = {
     "beam search": lambda lm, small: beam_search(text(lm), width=4, branches=3, reward=likes_b),
     "tempered": lambda lm, small: tempered(words(lm), likes_b_later, num_particles=8, ess=0.9),
     "particle Gibbs": lambda lm, small: ParticleGibbs(
-        words(lm, potential=likes_b, twist=likes_b), num_particles=3, num_chains=4, num_steps=5
+        words(lm, potential=likes_b, twist=likes_b), num_particles=3, num_chains=2, num_steps=4
     ),
     "particle Gibbs, ancestors": lambda lm, small: ParticleGibbs(
-        words(lm, twist=likes_b), num_particles=3, num_chains=4, num_steps=5, ancestors=True
+        words(lm, twist=likes_b), num_particles=3, num_chains=2, num_steps=4, ancestors=True
     ),
     "stochastic beam": lambda lm, small: stochastic_beam_search(words(lm), width=6),
     "best first": lambda lm, small: best_first(words(lm), num_texts=4, width=2),
