@@ -253,10 +253,10 @@ async def test_updates_beside_steps_that_are_scheduled_ahead(
 
     monkeypatch.setattr(CoreSteps, "_finished", noted)
     async with lm:
-        greedy = TEXTS | {"temperature": 0.0}
+        greedy = TEXTS | {"temperature": 0.0, "max_tokens": 300}  # longer than three updates take
         drawing = asyncio.ensure_future(lm.batch_generate(CONTEXTS, **greedy))
         for path in (other, llama, other):
-            await some_steps(lm)
+            await some_steps(lm, 3)
             await lm.update_weights(path, pending="continue")
         texts = await drawing
         assert len(under_way) >= 3
