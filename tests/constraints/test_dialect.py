@@ -199,7 +199,7 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
     ),
     ({"propertyNames": {"enum": ["a", "b"]}}, ['{"a": 1}', "{}"], ['{"c": 1}']),
     ({"if": {"const": 1}, "uniqueItems": False, "dependentRequired": {}}, ["1", "[1, 1]"], ["x"]),
-    ({"$id": "http://a", "$defs": {"a/b": {"const": 1}}, "items": {"$ref": "#/$defs/a~1b"}}, ["[1]"], ["[2]"]),
+    ({"$id": "a:b", "$defs": {"a/b": {"const": 1}}, "items": {"$ref": "#/$defs/a~1b"}}, ["[1]"], ["[2]"]),
 ]  # fmt: skip
 
 
