@@ -580,7 +580,7 @@ class _Rewriter:
             # llguidance excludes names as they are written; control characters are written in two ways.
             is_any = not names or (_is_true(others) and all(map(str.isprintable, names)))
             written = {"" if is_any else f"^{none_of(names)}$": self._schema(others)}
-        elif any(map(_has_several_readings, patterns)) and (
+        elif any(map(_HAS_SEVERAL_READINGS.search, patterns)) and (
             len(patterns) > 1 or not all(name.isascii() and name.isprintable() for name in names)
         ):
             raise _wrong(
@@ -603,10 +603,6 @@ def _include(made: Schema, bound: str, stricter: Callable[..., Any], sign: int) 
 
 
 _HAS_SEVERAL_READINGS = re.compile(r"\\[dDwWsS]|(?<!\\)\.|\(\?")
-
-
-def _has_several_readings(pattern: str) -> bool:
-    return _HAS_SEVERAL_READINGS.search(pattern) is not None
 
 
 def _kinds(schema: Schema) -> set[str]:
