@@ -90,12 +90,8 @@ class RecordStatistics:
         truncated: truncated texts.
         failed: attempts without a text, as after a timeout. They also count as invalid.
         errors: the number of faults by category, the most frequent first.
-        finish_reasons: the number of texts by finish reason, the most frequent first.
-        tokens_valid: tokens of texts with a valid record.
-        tokens_invalid: tokens of other texts that are not truncated.
-        tokens_truncated: tokens of other texts that are truncated.
+        tokens: tokens of all texts.
         seconds: the duration of the run.
-        seconds_judging: the part of it in ``parse`` and ``validate``.
     """
 
     attempts: int = 0
@@ -104,12 +100,8 @@ class RecordStatistics:
     truncated: int = 0
     failed: int = 0
     errors: Mapping[str, int] = field(default_factory=dict)
-    finish_reasons: Mapping[str, int] = field(default_factory=dict)
-    tokens_valid: int = 0
-    tokens_invalid: int = 0
-    tokens_truncated: int = 0
+    tokens: int = 0
     seconds: float = 0.0
-    seconds_judging: float = 0.0
 
     @property
     def invalid_fraction(self) -> float:
@@ -212,10 +204,6 @@ class _Attempt:
     def truncated(self) -> bool:
         return isinstance(self.result, Completion) and self.result.truncated
 
-    @property
-    def kind(self) -> str:
-        return "valid" if self.values else "truncated" if self.truncated else "invalid"
-
 
 class UntilValid:
     """A run of ``generate_valid`` that gives its results at any moment, and can be continued.
@@ -263,7 +251,7 @@ class UntilValid:
         self._news = asyncio.Event()
         self._is_running = False
         self._reason: Reason = "interrupted"
-        self._seconds = self._seconds_judging = 0.0
+        self._seconds = 0.0
 
     async def run(self) -> Records:
         """Draw texts until the run ends, and return ``result()``. Cancelling interrupts the run.
@@ -296,11 +284,7 @@ class UntilValid:
         completions = {
             n: each.result for n, each in enumerate(attempts) if isinstance(each.result, Completion)
         }
-        tokens: Counter[str] = Counter()
-        for number, text in completions.items():
-            tokens[f"tokens_{attempts[number].kind}"] += len(text.token_ids)
         categories = Counter(fault.category for each in attempts for fault in each.faults)
-        reasons = Counter(each.finish_reason for each in completions.values())
         statistics = RecordStatistics(
             attempts=len(attempts),
             valid=len(values),
@@ -308,10 +292,8 @@ class UntilValid:
             truncated=sum(each.truncated for each in completions.values()),
             failed=len(attempts) - len(completions),
             errors=dict(categories.most_common()),
-            finish_reasons=dict(reasons.most_common()),
+            tokens=sum(len(each.token_ids) for each in completions.values()),
             seconds=self._seconds,
-            seconds_judging=self._seconds_judging,
-            **tokens,
         )
         return Records(
             records=tuple(values[: self._target]),
@@ -415,11 +397,7 @@ class UntilValid:
                 raise error
             faults.append(Fault(type(error).__name__, str(error)))
         else:
-            started = time.monotonic()
-            try:
-                await self._validator.validate(result.text, values, faults)
-            finally:
-                self._seconds_judging += time.monotonic() - started
+            await self._validator.validate(result.text, values, faults)
             if result.truncated and not values:
                 faults = [Fault("truncated", f"{each.category}: {each.detail}") for each in faults]
         attempt = _Attempt(result, values, faults)

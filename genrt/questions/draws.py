@@ -261,17 +261,14 @@ class PopulationDraw(Request):
             part = slice(start, start + size)
             draws = slice(start // turns, (start + size) // turns)
             origins = None if self.origins is None else self.origins.take(part).needed()
-            yield PopulationDraw(
-                self.contexts.part(part),
-                self.adapter,
-                None if self.masks is None else self.masks[draws],
-                self.temperature,
-                None if self.seeds is None else self.seeds[draws],
-                origins,
-                self.weights_version,
-                self.came_from if origins is None else origins.handles,
-                self.laws,
-                None if self.block is None else self.block[part],
+            yield replace(
+                self,
+                contexts=self.contexts.part(part),
+                masks=None if self.masks is None else self.masks[draws],
+                seeds=None if self.seeds is None else self.seeds[draws],
+                origins=origins,
+                came_from=self.came_from if origins is None else origins.handles,
+                block=None if self.block is None else self.block[part],
             )
 
     def draw(self, rows: Sequence[Tensor] | Tensor, places: np.ndarray | None = None) -> Tensor:

@@ -16,7 +16,6 @@ from typing import Any
 
 from genrt.errors import InvalidConstraint
 
-LAST = 0x10FFFF
 MOST_REPETITIONS = 10_000
 _ANY_TEXT = "(?s:.)*"
 

@@ -3,7 +3,7 @@
 llguidance compiles the schema (``%json`` of its Lark). This file decides what it gets. Every text of a
 compiled schema is the JSON text of a valid value: keywords and combinations for which that is not so are
 refused by name, with what to do. Rewritten are references (to ``#/$defs/…``), patterns and dates (in
-genrt's dialect), names of other properties (so that each has one spelling), and keywords of older drafts.
+genrt's dialect), names of other properties (so that each has one spelling), and bounds of draft 4.
 
 Older keywords keep the meaning of their draft under any ``$schema``. A ``$ref`` replaces the keywords
 beside it only in a schema of draft 7 or older.
@@ -15,12 +15,12 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from itertools import combinations, count
 from typing import Any, Literal, TypeAlias
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import unquote
 
 from genrt.errors import InvalidConstraint
 from genrt.numbers import displayed
@@ -54,7 +54,8 @@ _MOST_LEVELS = 200  # llguidance's stack overflows, which ends the process, at s
 _MOST_REMAINDERS = 100_000
 
 _DEFINITIONS = ("$defs", "definitions")
-_MAPS = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas")
+_DEPENDENT = ("dependentRequired", "dependentSchemas", "dependencies")
+_MAPS = (*_DEFINITIONS, "properties", "patternProperties")
 _LISTS = ("prefixItems", "allOf", "anyOf", "oneOf")
 _SINGLE = (
     *("items", "additionalItems", "additionalProperties", "propertyNames", "contains"),
@@ -64,11 +65,11 @@ _SIZES = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "ma
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
 _KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys((*_MAPS, "dependencies", "dependentRequired"), (dict,)),
+    **dict.fromkeys((*_MAPS, *_DEPENDENT), (dict,)),
     **dict.fromkeys((*_LISTS, "enum", "required"), (list,)),
     **dict.fromkeys(_SINGLE, (dict, bool)),
     **dict.fromkeys((*_SIZES, *_NUMBERS, "minContains", "maxContains"), (int, float)),
-    **dict.fromkeys(("$ref", "$id", "$anchor", "$schema", "pattern", "format"), (str,)),
+    **dict.fromkeys(("$ref", "$id", "$schema", "pattern", "format"), (str,)),
     "items": (dict, bool, list),
     "type": (str, list),
     "uniqueItems": (bool,),
@@ -84,17 +85,27 @@ _NAMES = {
 }
 _NOTES = (
     *("title", "description", "default", "examples", "example", "deprecated", "readOnly"),
-    *("writeOnly", "$comment", "$vocabulary", "$dynamicAnchor", "$recursiveAnchor", "id"),
+    *(
+        "writeOnly",
+        "$comment",
+        "$vocabulary",
+        "$anchor",
+        "$dynamicAnchor",
+        "$recursiveAnchor",
+        "id",
+    ),
     *("contentEncoding", "contentMediaType", "contentSchema", "discriminator", "xml"),
     *("externalDocs", "enumNames", "propertyOrdering", "strict", "name", "nullable"),
 )
-_DEPENDENT = ("dependentRequired", "dependentSchemas", "dependencies")
 _OBJECTS = (
     *("properties", "required", "patternProperties", "additionalProperties", "propertyNames"),
-    *("minProperties", "maxProperties", "unevaluatedProperties", *_DEPENDENT),
+    *("minProperties", "maxProperties", "unevaluatedProperties"),
 )
-_APPLIED = ("$ref", "allOf", "anyOf", "oneOf", *_DEPENDENT)
-_REFUSED = ("not", "contains", "uniqueItems", "unevaluatedItems", "$dynamicRef", "$recursiveRef")
+_APPLIED = ("$ref", "allOf", "anyOf", "oneOf")
+_REFUSED = (
+    *("not", "contains", "uniqueItems", "unevaluatedItems", "$dynamicRef", "$recursiveRef"),
+    *_DEPENDENT,
+)
 _KNOWN = ("const", *_KINDS, *_NOTES, *_REFUSED)
 _DRAFTS = {
     f"{scheme}://json-schema.org/{draft}/schema{end}": draft
@@ -202,72 +213,59 @@ class _Document:
             raise _undone(
                 f"the $schema {root['$schema']!r}, which is not a draft from 4 to 2020-12"
             )
+        self._root = root
         self._ref_is_alone = draft in _OLD
         self._id = "id" if draft == "draft-04" else "$id"
-        self._bases: dict[int, str] = {}
-        self._by_id: dict[str, Schema] = {"": root}
-        self._anchors: dict[str, Schema] = {}
-        self._visit(root, "")
+        self._visited: set[int] = set()
+        self._visit(root)
 
-    def _visit(self, root: Any, base: str) -> None:
-        left = [(root, base)]
+    def _visit(self, root: Any) -> None:
+        left = [root]
         while left:
-            schema, base = left.pop()
-            if isinstance(schema, bool) or id(schema) in self._bases:
+            schema = left.pop()
+            if isinstance(schema, bool) or id(schema) in self._visited:
                 continue
             if not isinstance(schema, dict):
                 raise _wrong(f"{schema!r} where a schema belongs: change it")
-            is_alone = self._ref_is_alone and "$ref" in schema
-            if is_alone:
+            if self._ref_is_alone and "$ref" in schema:
                 for key in [key for key in schema if key not in ("$ref", *_DEFINITIONS)]:
                     del schema[key]
             _check_keywords(schema)
-            identity = "" if is_alone else schema.get(self._id, "")
-            if isinstance(identity, str) and identity:
-                base = urldefrag(urljoin(base, identity))[0]
-                if identity.startswith("#"):  # an anchor, in old drafts
-                    self._anchors[urljoin(base, identity)] = schema
-                else:
-                    self._by_id[base] = schema
-            for key in ("$anchor", "$dynamicAnchor"):
-                if isinstance(schema.get(key), str):
-                    self._anchors[f"{base}#{schema[key]}"] = schema
-            self._bases[id(schema)] = base
-            left += [(inside, base) for inside in _inside(schema)]
+            if schema is not self._root and isinstance(schema.get(self._id), str):
+                raise _wrong(
+                    f"the {self._id} {schema[self._id]!r} of a part: take it out, and refer to the part "
+                    "by its place"
+                )
+            self._visited.add(id(schema))
+            left += _inside(schema)
 
     def target(self, schema: Schema) -> Any:
-        """Return the schema that a ``$ref`` refers to. Raises InvalidConstraint if it is not in
+        """Return the schema that a ``$ref`` refers to. Raises InvalidConstraint if it is not a place in
         this document."""
         reference = schema["$ref"]
-        whole = urljoin(self._bases[id(schema)], reference)
-        base, fragment = urldefrag(whole)
-        if f"{base}#{fragment}" in self._anchors:
-            return self._anchors[f"{base}#{fragment}"]
-        found: Any = self._by_id.get(base)
-        if found is None or (fragment and not fragment.startswith("/")):
+        base, _, fragment = reference.partition("#")
+        if base or (fragment and not fragment.startswith("/")):
             raise InvalidConstraint(
-                f"the JSON schema's $ref {reference!r} is not in the schema: put what it "
-                "refers to into $defs"
+                f"the JSON schema's $ref {reference!r} is not a place in the schema: put what it "
+                "refers to into $defs, and refer to it by #/$defs/NAME"
             )
+        found: Any = self._root
         for step in unquote(fragment).split("/")[1:] if fragment != "/" else ():
             key: Any = step.replace("~1", "/").replace("~0", "~")
-            base = self._bases.get(id(found), base)
             try:
                 found = found[int(key) if isinstance(found, list) else key]
             except (TypeError, ValueError, LookupError):
                 raise InvalidConstraint(
                     f"the JSON schema's $ref {reference!r} leads nowhere: mend it"
                 ) from None
-        self._visit(found, base)
+        self._visit(found)
         return found
 
 
 def _inside(schema: Schema) -> Iterator[Any]:
     """Yield all schemas directly inside of one."""
-    for key in (*_MAPS, "dependencies"):
-        for inside in schema.get(key, {}).values():
-            if not (key == "dependencies" and isinstance(inside, list)):
-                yield inside
+    for key in _MAPS:
+        yield from schema.get(key, {}).values()
     for key in _LISTS:
         yield from schema.get(key, ())
     for key in _SINGLE:
@@ -305,11 +303,9 @@ def _check_keywords(schema: Schema) -> None:
     for name in [types] if isinstance(types, str) else types:
         if name not in _TYPES:
             raise _wrong(f"the type {name!r}: give one of {', '.join(_TYPES)}")
-    names = [schema.get("required", []), *schema.get("dependentRequired", {}).values()]
-    names += [each for each in schema.get("dependencies", {}).values() if isinstance(each, list)]
-    for each in names:
-        if not isinstance(each, list) or not all(isinstance(name, str) for name in each):
-            raise _wrong(f"{each!r} as required properties: give a list of names")
+    required = schema.get("required", [])
+    if not all(isinstance(name, str) for name in required):
+        raise _wrong(f"{required!r} as required properties: give a list of names")
     _check_numbers(schema)
 
 
@@ -319,7 +315,9 @@ def _is_true(schema: Any) -> bool:
 
 def _says_nothing(key: str, value: Any) -> bool:
     """Return whether a refused keyword has a value that every document meets."""
-    return value is False if key == "uniqueItems" else _is_true(value) and key.startswith("uneval")
+    if key == "uniqueItems":
+        return value is False
+    return not value if key in _DEPENDENT else _is_true(value) and key.startswith("uneval")
 
 
 def _check_numbers(schema: Schema) -> None:
@@ -377,18 +375,6 @@ class _Rewriter:
     def document(self) -> Schema:
         """Return the whole document."""
         made: Schema = self._schema(self._root)
-        finite = _finite_definitions(self._definitions)
-        if not _is_finite(made, finite):
-            raise InvalidConstraint(
-                "the JSON schema allows no value: it forbids a property that it requires, or every value "
-                "contains another one without end; change it"
-            )
-        for name in self._definitions:
-            if f"#/$defs/{name}" not in finite:
-                raise _wrong(
-                    "a $ref to a schema that contains itself without end: make a property on the way "
-                    "optional, or allow null there"
-                )
         digits = max((_digits(step) for step in self._steps), default=0)
         scaled = [int(step * 10**digits) for step in self._steps]
         multiple = math.lcm(*scaled)
@@ -428,7 +414,6 @@ class _Rewriter:
             else:
                 made["$ref"] = self._reference(target, inner)
         parts += [self._schema(each, combined=inner) for each in schema.get("allOf", ())]
-        parts += self._dependent(schema)
         if parts:
             made["allOf"] = parts
         if "anyOf" in schema:
@@ -486,18 +471,6 @@ class _Rewriter:
             and _have_other_constants(self._followed(first[name]), self._followed(second[name]))
             for name in (*one.get("required", ()), *other.get("required", ()))
         )
-
-    def _dependent(self, schema: Schema) -> Iterator[Schema]:
-        for key in ("dependentRequired", "dependentSchemas", "dependencies"):
-            for name, then in schema.get(key, {}).items():
-                required = {"required": then} if isinstance(then, list) else then
-                has = {"allOf": [{"required": [name]}, required]}
-                yield {
-                    "anyOf": [
-                        self._schema({"properties": {name: False}}, combined=True),
-                        self._schema(has, combined=True),
-                    ]
-                }
 
     def _add_numbers(self, schema: Schema, made: Schema) -> None:
         for key in _NUMBERS:
@@ -607,7 +580,7 @@ class _Rewriter:
             # llguidance excludes names as they are written; control characters are written in two ways.
             is_any = not names or (_is_true(others) and all(map(str.isprintable, names)))
             written = {"" if is_any else f"^{none_of(names)}$": self._schema(others)}
-        elif any(map(_has_several_readings, patterns)) and (
+        elif any(map(_HAS_SEVERAL_READINGS.search, patterns)) and (
             len(patterns) > 1 or not all(name.isascii() and name.isprintable() for name in names)
         ):
             raise _wrong(
@@ -630,10 +603,6 @@ def _include(made: Schema, bound: str, stricter: Callable[..., Any], sign: int) 
 
 
 _HAS_SEVERAL_READINGS = re.compile(r"\\[dDwWsS]|(?<!\\)\.|\(\?")
-
-
-def _has_several_readings(pattern: str) -> bool:
-    return _HAS_SEVERAL_READINGS.search(pattern) is not None
 
 
 def _kinds(schema: Schema) -> set[str]:
@@ -662,47 +631,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _finite_definitions(definitions: Mapping[str, Any]) -> set[str]:
-    """Return the references to schemas that a finite value meets."""
-    found: set[str] = set()
-    before = -1
-    while before < len(found):
-        before = len(found)
-        for name, schema in definitions.items():
-            if _is_finite(schema, found):
-                found.add(f"#/$defs/{name}")
-    return found
-
-
-def _is_finite(schema: Any, found: Collection[str]) -> bool:
-    """Return whether a finite value meets a written schema, if one meets each reference found so far."""
-    if isinstance(schema, bool):
-        return schema
-    if "const" in schema or "enum" in schema:
-        return True
-    if "$ref" in schema and schema["$ref"] not in found:
-        return False
-    if not all(_is_finite(each, found) for each in schema.get("allOf", ())):
-        return False
-    for key in ("anyOf", "oneOf"):
-        if key in schema and not any(_is_finite(each, found) for each in schema[key]):
-            return False
-    types = schema.get("type", _TYPES)
-    types = [types] if isinstance(types, str) else types
-    if {*types} - {"array", "object"}:
-        return True
-    if "object" in types:
-        given, others = schema.get("properties", {}), schema.get("patternProperties", {})
-        is_open = "additionalProperties" not in schema
-        if all(
-            _is_finite(given[name], found)
-            if name in given
-            else is_open or any(_is_finite(each, found) for each in others.values())
-            for name in schema.get("required", ())
-        ):
-            return True
-    first, low = schema.get("prefixItems", []), schema.get("minItems", 0)
-    items = first[:low] + [schema.get("items", True)] * (low > len(first))
-    return "array" in types and all(_is_finite(each, found) for each in items)

@@ -16,11 +16,10 @@ import io
 import json
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import PurePosixPath
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -49,8 +48,6 @@ Question: TypeAlias = LogprobsRequest | ReadRequest | ScoreRequest
 
 KINDS = frozenset({DrawToken, Candidates, TopTokens, TopWithTail})
 """The kinds of reads that a connection carries."""
-
-T = TypeVar("T")
 
 U4, I4, I8, F4, F8 = (np.dtype(each) for each in ("<u4", "<i4", "<i8", "<f4", "<f8"))
 
@@ -208,7 +205,13 @@ def flush_to(
     if flush.header.get("model") != model:
         raise AnotherModel
     questions = [flush.question(each) for each in flush.questions]
-    return [_tried(partial(_checked, limits, each, bound)) for each in questions]
+    found: list[Question | GenrtError] = []
+    for each in questions:
+        try:
+            found.append(_checked(limits, each, bound))
+        except GenrtError as error:
+            found.append(error)
+    return found
 
 
 class AnotherModel(InvalidRequest):
@@ -218,14 +221,6 @@ class AnotherModel(InvalidRequest):
         super().__init__(
             "another model, or other weights of it, are served here now: connect again"
         )
-
-
-def _tried(make: Callable[[], T]) -> T | GenrtError:
-    """Return the result of a function, or the GenrtError that it raises."""
-    try:
-        return make()
-    except GenrtError as error:
-        return error
 
 
 def _checked(
@@ -476,24 +471,18 @@ def unpacked_tokenizer(data: bytes) -> Any:
             if sum(each.file_size for each in files) > MOST_BYTES or len(files) > MOST_FILES:
                 raise ValueError(f"it has over {MOST_FILES} files, or {MOST_BYTES} bytes")
             if [each.filename for each in files] == [TOKEN_LIST]:
-                return _token_list(json.loads(archive.read(TOKEN_LIST)))
+                value = json.loads(archive.read(TOKEN_LIST))
+                tokens = [base64.b64decode(each) for each in value["vocabulary"]]
+                return BytesTokenizer(tokens, eos_token_id=value["eos_token_id"])
             with Folder("tokenizer") as directory:
                 for each in files:
                     name = PurePosixPath(each.filename)
                     if len(name.parts) != 1 or name.suffix not in SUFFIXES or "\\" in each.filename:
                         raise ValueError(f"{each.filename} is not a file of a tokenizer")
                     (directory / name.name).write_bytes(archive.read(each))
-                return _read_tokenizer(str(directory))
+                from transformers import AutoTokenizer
+
+                where: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+                return AutoTokenizer.from_pretrained(str(directory), **where)
     except Exception as error:  # transformers raises errors of any type
         raise EngineFailed(f"the server's tokenizer cannot be read: {error}") from error
-
-
-def _token_list(value: dict[str, Any]) -> BytesTokenizer:
-    tokens = [base64.b64decode(each) for each in value["vocabulary"]]
-    return BytesTokenizer(tokens, eos_token_id=value["eos_token_id"])
-
-
-def _read_tokenizer(directory: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)

@@ -333,7 +333,7 @@ class VLLMEngine:
                 if request_id not in self._positions:
                     firsts[request_id] = score.start - 1
                     self._positions.begin(request_id, score, self._adapters.request(score.adapter))
-            kept.score_from(firsts)
+            self._core.engine_core.scheduler.score_from(firsts)
             return None
 
         def entries(

@@ -4,8 +4,7 @@ vLLM finds full blocks by the hashes of their tokens, and does not free a block 
 
 Rules:
     Lost blocks are taken again after any question has computed them.
-    All prefixes together hold at most ``SHARE`` of the blocks.
-    Before vLLM skips a step for lack of blocks, prefixes are released, the oldest first.
+    All prefixes together leave room for the longest context, and for half of all blocks.
 """
 
 from __future__ import annotations
@@ -23,8 +22,11 @@ from genrt.errors import UnknownAdapter
 from genrt.questions.arguments import Adapter
 from genrt.questions.rows import LogprobsRequest
 
-SHARE = 0.5
-"""The part of the KV cache that prefixes may hold; the rest is for running requests."""
+
+def most_kept(blocks: int, longest: int) -> int:
+    """Return how many of all blocks prefixes may hold. The longest context takes ``longest`` blocks, and
+    one more if it is forked; vLLM keeps one block as padding."""
+    return max(0, min(blocks // 2, blocks - longest - 2))
 
 
 @dataclass(slots=True, eq=False)
@@ -39,11 +41,10 @@ class PrefixBlocks:
     """The prefixes that one engine holds. ``lora_of`` raises UnknownAdapter."""
 
     def __init__(self, core: Any, lora_of: Callable[[Adapter | None], LoRARequest | None]) -> None:
-        self._scheduler = scheduler = core.scheduler
+        scheduler = core.scheduler
         self._hasher = core.request_block_hasher
         self._lora_of = lora_of
-        self._manager = scheduler.kv_cache_manager
-        self._pool = self._manager.block_pool
+        self._pool = scheduler.kv_cache_manager.block_pool
         self._block_size = scheduler.hash_block_size
         # Other models keep only some blocks of a sequence, or have several kinds of blocks.
         groups = scheduler.kv_cache_config.kv_cache_groups
@@ -53,7 +54,8 @@ class PrefixBlocks:
             and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
             and groups[0].kv_cache_spec.block_size == scheduler.hash_block_size
         )
-        self._most = int(self._pool.num_gpu_blocks * SHARE) if can_keep else 0
+        longest = -(-scheduler.max_model_len // self._block_size)
+        self._most = most_kept(self._pool.num_gpu_blocks, longest) if can_keep else 0
         self._kept: dict[LogprobsRequest, _HeldPrefix] = {}
 
     @property
@@ -77,16 +79,12 @@ class PrefixBlocks:
         while others and self._held + needed > self._most:
             self._give_up(others.pop(0))
         self._kept[prefix] = kept  # the newest is the last
-        # Set on the instance only while prefixes are held, because every token of every text calls it.
-        self._manager.allocate_slots = self._allocated
         self._take(prefix, kept)
 
     def release(self, prefix: LogprobsRequest) -> None:
         """Stop holding a prefix; ignore unknown ones."""
         if (kept := self._kept.pop(prefix, None)) is not None:
             self._give_up(kept)
-            if not self._kept:
-                del self._manager.allocate_slots
 
     def look(self) -> None:
         """Take newly computed blocks of incomplete prefixes, after a step."""
@@ -123,18 +121,3 @@ class PrefixBlocks:
     def _give_up(self, kept: _HeldPrefix) -> None:
         self._pool.free_blocks([*reversed(kept.blocks)])  # vLLM reuses the first freed first
         kept.blocks.clear()
-
-    def _allocated(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        """Call ``KVCacheManager.allocate_slots``. If it finds no blocks for a request that runs alone,
-        release prefixes until it does."""
-        allocate = type(self._manager).allocate_slots
-        blocks = allocate(self._manager, request, *args, **kwargs)
-        if blocks is not None or any(each is not request for each in self._scheduler.running):
-            return blocks
-        for kept in [*self._kept.values()]:
-            if kept.blocks:
-                self._give_up(kept)
-                blocks = allocate(self._manager, request, *args, **kwargs)
-                if blocks is not None:
-                    break
-        return blocks

@@ -8,7 +8,7 @@ sequence that this flush extends or forks keeps its vLLM request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
 from genrt.engines.residency import Residents
@@ -166,10 +166,6 @@ class OpenRequests:
         self._reassign(forks)
         self._asked_in.update((fork.request.request_id, self.flush) for fork in forks)
         return [[fork.request.request_id for fork in each] for each in found]
-
-    def score_from(self, firsts: Mapping[str, int]) -> None:
-        """Have vLLM's own steps compute these requests from the first wanted positions on."""
-        self._scheduler.score_from(firsts)
 
     def _wake_in_order(self, request_ids: list[str], token_ids: list[int]) -> None:
         """Wake these in last time's order if they are the same: a prepared step has that order."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import genrt
+from genrt.engines.vllm.prefixes import most_kept
 from genrt.errors import EngineFailed
 from genrt.lm import AsyncLM
 from tests.engines.vllm import small
@@ -101,36 +102,34 @@ def test_one_that_is_given_up_is_there_until_its_memory_is_wanted(lm: AsyncLM) -
     assert computed(lm, lambda: lm.next_token_logprobs_sync([*PREFIX, 1])) == 101
 
 
-def test_all_together_hold_half_of_the_memory_and_the_oldest_make_room(lm: AsyncLM) -> None:
-    prefixes = [tokens(4 * BLOCK, seed=10 + n) for n in range(5)]
-    for prefix in prefixes:
-        lm.warm_up_sync(prefix)
-        assert kept(lm) <= TIGHT_BLOCKS // 2 * BLOCK
-    assert kept(lm) == 3 * 4 * BLOCK
-    work(lm)
-    assert computed(lm, lambda: lm.next_token_logprobs_sync([*prefixes[4], 1])) == 1
-    assert computed(lm, lambda: lm.next_token_logprobs_sync([*prefixes[0], 1])) == 4 * BLOCK + 1
-    lm.warm_up_sync(tokens(399, seed=20))  # as much of it as there is room for
-    assert kept(lm) == 12 * BLOCK
-    lm.cool_down()
-    lm.next_token_logprobs_sync([1])
-    assert kept(lm) == 0
+@pytest.mark.parametrize(("blocks", "longest", "most"), [(1001, 13, 500), (24, 13, 9), (14, 13, 0)])
+def test_prefixes_leave_half_of_the_memory_and_room_for_the_longest_context(
+    blocks: int, longest: int, most: int
+) -> None:
+    assert most_kept(blocks, longest) == most
 
 
-def test_a_question_that_needs_all_memory_gets_it_and_the_prefix_comes_back(
+def test_the_oldest_make_room_and_the_longest_context_fits_beside_them(
     lm: AsyncLM, oracle: Oracle
 ) -> None:
-    """A context of 399 tokens has 13 blocks; 12 are kept, 23 there are."""
-    for n in range(3):
-        lm.warm_up_sync(tokens(4 * BLOCK, seed=30 + n))
-    assert kept(lm) == 12 * BLOCK
+    """A context of 399 tokens has 13 of the 24 blocks."""
+    prefixes = [tokens(4 * BLOCK, seed=10 + n) for n in range(4)]
+    for prefix in prefixes:
+        lm.warm_up_sync(prefix)
+    assert kept(lm) == 2 * 4 * BLOCK
     long = tokens(399, seed=40)
     row = lm.next_token_logprobs_sync(long, timeout=60.0)  # or it would wait for ever
     assert right(row, long, oracle)
-    assert kept(lm) < 12 * BLOCK
-    for n in range(3):
-        lm.next_token_logprobs_sync([*tokens(4 * BLOCK, seed=30 + n), 1])
-    assert kept(lm) == 12 * BLOCK
+    work(lm)
+    assert kept(lm) == 9 * BLOCK  # the last two, and the first block of the first one
+    assert computed(lm, lambda: lm.next_token_logprobs_sync([*prefixes[3], 1])) == 1
+    assert computed(lm, lambda: lm.next_token_logprobs_sync([*prefixes[0], 1])) == 3 * BLOCK + 1
+    assert computed(lm, lambda: lm.next_token_logprobs_sync([*prefixes[1], 1])) == 4 * BLOCK + 1
+    lm.warm_up_sync(tokens(399, seed=20))  # as much of it as there is room for
+    assert kept(lm) == 9 * BLOCK
+    lm.cool_down()
+    lm.next_token_logprobs_sync([1])
+    assert kept(lm) == 0
 
 
 def test_a_failed_step_loses_it_until_it_is_computed_again(lm: AsyncLM, oracle: Oracle) -> None:
