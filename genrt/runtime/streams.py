@@ -47,7 +47,8 @@ READER_SECONDS = 2.5e-4
 10 us of CPU time for each of many readers, 4 % of this, while the engine's thread waits for the GIL."""
 
 DIFFERS = (
-    "the engine drew another text than the stream had delivered before it began again: ask again"
+    "the engine drew another text than the stream had delivered before it began again, or drew it by new "
+    "weights: ask again"
 )
 
 
@@ -214,6 +215,10 @@ class Flow(StreamBuffer[Delta]):
         known = len(self.token_ids) - delta.start
         if [*delta.token_ids[:known]] != self.token_ids[delta.start :][: len(delta.token_ids)]:
             raise StreamCut(DIFFERS)
+        ours, begins = self.weights_begins, [each[:2] for each in delta.weights_spans]
+        place = delta.start, min(len(self.token_ids), delta.start + len(delta.token_ids))
+        if ours and begins and weights_spans(begins, *place) != weights_spans(ours, *place):
+            raise StreamCut(DIFFERS)  # other weights have drawn equal tokens
         for version, start, end in delta.weights_spans:
             is_other = not self.weights_begins or self.weights_begins[-1][0] != version
             if is_other and end > len(self.token_ids):

@@ -19,11 +19,12 @@ from genrt.engines.exact import NGram
 from genrt.errors import (
     EngineFailed,
     InvalidRequest,
+    StreamCut,
     TimedOut,
     UnknownAdapter,
 )
 from genrt.lm import AsyncLM
-from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta
+from genrt.questions.completions import Completion, CompletionRequest, Decoding, Delta, WeightsSpan
 from genrt.runtime.streams import READER_SECONDS, Flow, Stream, Streams, SyncStream
 from tests.inside import engine_of, in_progress, thread_of
 from tests.scripted import passes
@@ -146,6 +147,26 @@ def test_a_text_that_is_begun_anew_and_differs_fails() -> None:
     assert flow.take() == Delta("b", (1,), start=2, text_start=2)
     flow.put(Delta("ad", (0, 3)))
     with pytest.raises(EngineFailed, match="another text"):
+        flow.take()
+
+
+def test_a_text_that_other_weights_begin_anew_fails_though_its_tokens_are_equal() -> None:
+    """A restarted text goes on with new weights before it is where its reader is: the log-probabilities
+    and the versions that were delivered are not the completion's."""
+
+    def part(token_ids: tuple[int, ...], *spans: tuple[int, int, int], start: int = 0) -> Delta:
+        own = itertools.starmap(WeightsSpan, spans)
+        return Delta("", token_ids, start=start, weights_spans=tuple(own))
+
+    flow = Flow()
+    flow.put(part((0, 1), (3, 0, 2)))
+    assert flow.take() == part((0, 1), (3, 0, 2))
+    flow.put(part((0, 1, 2), (3, 0, 2), (4, 2, 3)))
+    assert flow.take() == part((2,), (4, 2, 3), start=2)
+    flow.put(part((1, 2, 3), (3, 1, 2), (4, 2, 4), start=1))
+    assert flow.take() == part((3,), (4, 3, 4), start=3)
+    flow.put(part((0, 1, 2, 3, 4), (3, 0, 1), (4, 1, 5)))
+    with pytest.raises(StreamCut, match="new weights"):
         flow.take()
 
 

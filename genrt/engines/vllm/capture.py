@@ -266,7 +266,7 @@ class CaptureV1(V1LogitsProcessor):  # type: ignore[misc]
         step."""
         entries = ((self._batch.get(index), ahead) for index, ahead in places)
         seeds = [e.text.number(ahead) if e and e.text else 0 for e, ahead in entries]
-        logits = apply_top_k_top_p(logits, k, p)
+        logits = _truncated(logits, k, p)
         found: torch.Tensor = torch.ops._C.fused_gumbel_argmax(logits.float(), torch.tensor(seeds))
         return found
 
@@ -414,6 +414,14 @@ def _first_rows(places: np.ndarray, count: int, offsets: torch.Tensor) -> torch.
     return torch.searchsorted(begun, at + 1)
 
 
+def _truncated(
+    logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None
+) -> torch.Tensor:
+    """Return logits ``[n, vocab_size]`` after vLLM's top-k and top-p, with its arguments. On a CPU, vLLM
+    would drop tokens of probability 0 from rows without top-p too, if another row has it."""
+    return apply_top_k_top_p(logits, k, None if p is None else p.masked_fill(p >= 1.0, 2.0))
+
+
 def _rows_of(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """Return these rows, in rising order; all rows without a copy."""
     if len(rows) == len(tensor):
@@ -448,7 +456,7 @@ class ProcessedLogprobsV1:
         self._laws = None
         if self._capture.processed_rows() or self._capture.masked_rows().rows:
             # Once for all, so that tokens are drawn from these very sets.
-            logits, k, p = apply_top_k_top_p(logits, k, p), None, None
+            logits, k, p = _truncated(logits, k, p), None, None
             self._laws = logits
         return self._draw(logits, generators, k, p)
 

@@ -136,6 +136,24 @@ def test_structures_stop_strings_and_penalties_have_sets(lm: AsyncLM) -> None:
     assert len(stopped.sampling_mask) == len(stopped.token_ids)
 
 
+async def test_a_set_that_is_not_cut_is_whole_beside_texts_with_top_p(lm: AsyncLM) -> None:
+    """Tokens without a probability in float32 are in it too: a set depends on its own text alone."""
+    biased: dict[str, Any] = {
+        "temperature": 0.3,
+        "logit_bias": {token: -100.0 for token in range(9, 160)},
+    }
+    cut: dict[str, Any] = {"temperature": 1.0, "top_p": 0.5}
+    whole, _ = await asyncio.gather(
+        *(
+            lm.generate([1, 2], seed=1, max_tokens=3, sampling_mask="bits", **own)
+            for own in (biased, cut)
+        )
+    )
+    assert sets_in(whole.sampling_mask) == [set(range(lm.vocab_size))] * len(whole.token_ids)
+    assert whole.sampling_mask is not None
+    assert whole.sampling_mask.log_mass.tolist() == pytest.approx([0.0] * 3, abs=1e-5)
+
+
 def test_a_sampler_that_genrt_does_not_see_is_told_of(
     lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
