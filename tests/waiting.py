@@ -40,7 +40,7 @@ def until_replicas(lm: AsyncLM, states: str, restarts: int = 0) -> None:
         restarted = sum(each.restarts for each in found)
         return {each.state for each in found} == {states} and restarted >= restarts
 
-    thread_of(lm).call(lambda engine: engine._until(is_over)).result()
+    thread_of(lm).call(lambda _: engine_of(lm)._until(is_over)).result()
 
 
 @contextmanager
