@@ -250,8 +250,8 @@ async def test_texts_over_replicas_go_on_with_new_weights(
     texts = [stream.completion for stream in streams]
     assert before in {span.version for text in texts if text for span in text.weights_spans}
     assert any(text and len(text.weights_spans) == 2 for text in texts)
-    for version, weights in ((before, own), (after, other)):
-        await one.update_weights(weights)
+    for version, tensors in ((before, own), (after, other)):
+        await one.update_weights(tensors)
         for text in texts:
             assert text is not None
             scores = await one.score(text.prompt_token_ids, text.token_ids)
