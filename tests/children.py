@@ -31,6 +31,7 @@ ALARM_SECONDS = 300
 
 SERVER = """
 import atexit, gc, json, os, signal, sys, tempfile
+gc.disable()
 import vllm
 import genrt, genrt.engines.vllm.opening
 from tests.children import in_session
@@ -38,6 +39,7 @@ from tests.children import in_session
 # vLLM collects garbage seven times while it opens and closes. A child ends as any process: thawed.
 gc.collect()
 gc.freeze()
+gc.enable()
 atexit.register(gc.unfreeze)
 
 ends, alive = {}, {}

@@ -29,6 +29,20 @@ async def until(happened: Callable[[], object], lm: AsyncLM | None = None) -> No
             await asyncio.wrap_future(thread_of(lm).call(lambda _: None))
 
 
+def until_replicas(lm: AsyncLM, states: str, restarts: int = 0) -> None:
+    """Have the engine wait until all replicas are in this state, and were restarted so often
+    altogether. It asks them nothing meanwhile, so that those that start have the processors."""
+    end = time.monotonic() + 7 * PATIENCE_SECONDS
+
+    def is_over() -> bool:
+        found = lm.statistics().replicas
+        assert time.monotonic() < end, found
+        restarted = sum(each.restarts for each in found)
+        return {each.state for each in found} == {states} and restarted >= restarts
+
+    thread_of(lm).call(lambda _: engine_of(lm)._until(is_over)).result()
+
+
 @contextmanager
 def a_loop_beside_each_step(lm: AsyncLM) -> Iterator[list[bool]]:
     """Have each step of the engine wait until this event loop has run a callback meanwhile. The result

@@ -44,9 +44,9 @@ async def rows_there(lm: genrt.AsyncLM) -> tuple[int, torch.Tensor, torch.Tensor
 
 async def processes(lm: genrt.AsyncLM) -> list[int]:
     """Return the replicas' processes, all of which are up."""
-    while {each.state for each in lm.statistics().replicas} != {"healthy"}:
-        lm.clear_cache()
-        await lm.draw([1])
+    from tests.waiting import until_replicas  # not in replicas, which do without pytest
+
+    await asyncio.to_thread(until_replicas, lm, "healthy")
     found: set[int] = set()
     while len(found) < 2:
         found |= {*await asyncio.gather(*[lm.run(identity) for _ in range(2)])}

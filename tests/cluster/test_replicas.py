@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import random
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,23 +41,11 @@ from tests.population_walk import Runtime as Walked
 from tests.runtime.test_pauses import SleepyEngine
 from tests.scoring_engine import ScoringEngine
 from tests.waiting import until as happened
+from tests.waiting import until_replicas as until
 
 MODEL = NGram.random(11, order=2, seed=5)
 
 pytestmark = pytest.mark.usefixtures("here")
-
-
-def until(lm: AsyncLM, states: str, restarts: int = 0) -> None:
-    """Ask until all replicas are in this state, and were restarted so often altogether."""
-    end = time.monotonic() + 400
-    while True:
-        lm.clear_cache()
-        lm.next_token_logprobs_sync([1])
-        found = lm.statistics().replicas
-        restarted = sum(each.restarts for each in found)
-        if {each.state for each in found} == {states} and restarted >= restarts:
-            return
-        assert time.monotonic() < end, found
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -162,6 +149,7 @@ def test_statistics_are_a_sum_and_survive_a_death(two: AsyncLM) -> None:
     assert before.engine.rows >= sum(each.engine.rows for each in before.replicas)
     replicas_of(two).die(0)
     until(two, "healthy", restarts=sum(each.restarts for each in before.replicas) + 1)
+    two.next_token_logprobs_sync([3, 1])
     after = two.statistics()
     assert after.engine.rows > before.engine.rows
     assert after.since(before).replicas == after.replicas

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 import genrt
 from genrt.server import serving
 from tests.cluster.ray_program import identity
-from tests.cluster.test_replicas import until
 from tests.inside import engine_of
 from tests.scripted import PATIENCE_SECONDS
 from tests.waiting import until as happened
+from tests.waiting import until_replicas as until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.proof]
 
@@ -49,6 +49,15 @@ def two(llama: Path, loras: tuple[Path, Path], local_ray: None) -> Iterator[genr
     with genrt.load(llama, engine_options=OPTIONS, seed=1, replicas=2) as lm:
         lm.add_adapter_sync("a", loras[0])
         yield lm
+
+
+@pytest.fixture(scope="module")
+def weights(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
+    """The checkpoint's, and another one's."""
+    from tests.small_models import make_llama
+
+    other = make_llama(tmp_path_factory.mktemp("other") / "model", seed=7)
+    return [load_file(each / "model.safetensors") for each in (llama, other)]
 
 
 def answers(lm: genrt.AsyncLM) -> list[torch.Tensor]:
@@ -105,12 +114,14 @@ def has_ended(process: int) -> bool:
 
 @pytest.mark.promise(number=39)
 def test_two_ranks_answer_as_one_engine_does(
-    one: genrt.AsyncLM, llama: Path, loras: tuple[Path, Path], tmp_path: Path, local_ray: None
+    one: genrt.AsyncLM,
+    llama: Path,
+    loras: tuple[Path, Path],
+    weights: list[dict[str, torch.Tensor]],
+    tmp_path: Path,
+    local_ray: None,
 ) -> None:
-    from tests.small_models import make_llama
-
-    own = load_file(llama / "model.safetensors")
-    other = load_file(make_llama(tmp_path / "other", seed=7) / "model.safetensors")
+    own, other = weights
 
     def counted(lm: genrt.AsyncLM) -> list[int]:
         before = lm.statistics()
@@ -148,24 +159,15 @@ def test_two_ranks_answer_as_one_engine_does(
 @pytest.mark.promise(number=39)
 @pytest.mark.promise(number=40)
 def test_two_replicas_answer_as_one_engine_does(
-    one: genrt.AsyncLM, two: genrt.AsyncLM, llama: Path, tmp_path: Path
+    one: genrt.AsyncLM, two: genrt.AsyncLM, weights: list[dict[str, torch.Tensor]]
 ) -> None:
-    from tests.small_models import make_llama
-
-    own = load_file(llama / "model.safetensors")
-    other = load_file(make_llama(tmp_path / "other", seed=7) / "model.safetensors")
+    own, other = weights
     assert_equal(answers(two), answers(one))
     for lm in (one, two):
         lm.update_weights_sync(other)
-    renewed = answers(one)
-    assert_equal(answers(two), renewed)
+    assert_equal(answers(two), answers(one))
     text = two.generate_sync([5], max_tokens=2)
     assert [each.version for each in text.weights_spans] == [two.weights_version]
-    restarts = sum(each.restarts for each in two.statistics().replicas)
-    os.kill(two.run_sync(identity), signal.SIGKILL)
-    assert_equal(answers(two), renewed)
-    until(two, "healthy", restarts=restarts + 1)
-    assert_equal(answers(two), renewed)
     for lm in (one, two):
         lm.update_weights_sync(own)
 
@@ -191,16 +193,19 @@ async def rest(stream: Any, parts: list[str]) -> str:
 
 @pytest.mark.promise(number=39)
 async def test_clients_are_served_over_replicas_as_over_one_engine(
-    one: genrt.AsyncLM, two: genrt.AsyncLM
+    one: genrt.AsyncLM, two: genrt.AsyncLM, weights: list[dict[str, torch.Tensor]]
 ) -> None:
-    """Texts go on when a replica dies; readers may leave."""
+    """Texts go on when a replica dies, which comes back with new weights and adapters; readers may
+    leave."""
     openai = pytest.importorskip("openai")
+    own, other = weights
+    for lm in (one, two):
+        await lm.update_weights(other)
     options: Any = {"max_tokens": LONG, "ignore_eos": True}
     texts = [
         (await one.generate("Paris", seed=seed, adapter=name, **options)).text
         for seed, name in enumerate(("a", None) * 4)
     ]
-    until(two, "healthy")
     async with (
         serving(two, model="tiny") as server,
         openai.AsyncOpenAI(
@@ -212,6 +217,8 @@ async def test_clients_are_served_over_replicas_as_over_one_engine(
         streams = await asyncio.gather(*(begun(client, seed) for seed in range(8)))
         os.kill(await two.run(identity), signal.SIGKILL)
         assert await asyncio.gather(*(rest(*each) for each in streams)) == texts
+        await asyncio.to_thread(until, two, "healthy", restarts=1)
+        assert_equal(*await asyncio.gather(*(asyncio.to_thread(answers, lm) for lm in (two, one))))
 
         # Readers that leave take nothing of those that stay, and leave nothing.
         streams = await asyncio.gather(*(begun(client, seed) for seed in range(8)))
@@ -221,17 +228,16 @@ async def test_clients_are_served_over_replicas_as_over_one_engine(
         engine = engine_of(two)
         await happened(lambda: not two.statistics().batcher.in_flight and not engine.is_busy)
         assert not engine._streams
+    for lm in (one, two):
+        await lm.update_weights(own)
 
 
 @pytest.mark.promise(number=39)
 async def test_texts_over_replicas_go_on_with_new_weights(
-    one: genrt.AsyncLM, two: genrt.AsyncLM, llama: Path, tmp_path: Path
+    one: genrt.AsyncLM, two: genrt.AsyncLM, weights: list[dict[str, torch.Tensor]]
 ) -> None:
     """Each token's log-probability is of the weights that its span says."""
-    from tests.small_models import make_llama
-
-    own = load_file(llama / "model.safetensors")
-    other = load_file(make_llama(tmp_path / "other", seed=7) / "model.safetensors")
+    own, other = weights
     before = two.weights_version
     options: Any = {"max_tokens": LONG, "ignore_eos": True, "logprobs": 0}
     streams = [two.stream([5, 6 + seed], seed=seed, **options) for seed in range(8)]
@@ -244,8 +250,8 @@ async def test_texts_over_replicas_go_on_with_new_weights(
     texts = [stream.completion for stream in streams]
     assert before in {span.version for text in texts if text for span in text.weights_spans}
     assert any(text and len(text.weights_spans) == 2 for text in texts)
-    for version, weights in ((before, own), (after, other)):
-        await one.update_weights(weights)
+    for version, tensors in ((before, own), (after, other)):
+        await one.update_weights(tensors)
         for text in texts:
             assert text is not None
             scores = await one.score(text.prompt_token_ids, text.token_ids)

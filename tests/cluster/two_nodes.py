@@ -133,7 +133,7 @@ async def storm(lm: genrt.AsyncLM, folder: Path, kills: int, node: Any) -> dict[
         return sum(each.restarts for each in lm.statistics().replicas)
 
     replicas, hit = len(lm.statistics().replicas), set[int]()
-    tasks = [asyncio.create_task(client()) for _ in range(4 * replicas)]
+    tasks = [asyncio.create_task(client()) for _ in range(2 * replicas)]
     for number in range(kills):
         await after(20)
         if number == kills // 2:
@@ -141,7 +141,7 @@ async def storm(lm: genrt.AsyncLM, folder: Path, kills: int, node: Any) -> dict[
         while not (there := [each for each in serving(folder) if each not in hit]):
             await after(1)
         hit.add(process := chosen.choice(there))
-        os.kill(process, chosen.choice([signal.SIGKILL, signal.SIGSTOP]))
+        os.kill(process, (signal.SIGKILL, signal.SIGSTOP)[number % 2])
     # A stopped process counts as healthy until its replica does not answer.
     while restarts() < kills or {each.state for each in lm.statistics().replicas} != {"healthy"}:
         await after(1)
@@ -184,10 +184,10 @@ def opened(folder: Path, replicas: int, address: str) -> genrt.AsyncLM:
     return genrt.load(engine=make, replicas=replicas, cluster=address, cache_bytes=0)
 
 
-def drive(folder: Path, address: str, forks: bool) -> None:
-    """Be a driver that is killed, in the middle of work."""
-    lm = opened(folder, 2, address)
-    if forks and not os.fork():
+def drive(folder: Path, address: str, replicas: int) -> None:
+    """Be a driver that is killed, in the middle of work; one with several replicas has forked."""
+    lm = opened(folder, replicas, address)
+    if replicas > 1 and not os.fork():
         os.read(0, 1)
         os._exit(0)
 
@@ -200,32 +200,24 @@ def drive(folder: Path, address: str, forks: bool) -> None:
     asyncio.run(ask())
 
 
-def driver_killed(folder: Path, address: str, *, forks: bool) -> bool:
+def driver_killed(folder: Path, address: str, replicas: int) -> bool:
     """Kill a driver; return whether its replicas end, also a stopped one."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "tests.cluster.two_nodes",
-        str(folder),
-        address,
-    ]
+    command = f"-W ignore -m tests.cluster.two_nodes {folder} {address} {replicas}"
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([*command, "forks"[: 5 * forks]], **pipes) as driver:
+    with subprocess.Popen([sys.executable, *command.split()], **pipes) as driver:
         assert driver.stdout is not None
         found = json.loads(driver.stdout.readline())
         os.kill(found[0], signal.SIGSTOP)
         driver.kill()
-        return len(found) == 2 and have_ended(found)
+        return len(found) == replicas and have_ended(found)
 
 
 def main(folder: Path, replicas: int, kills: int) -> None:
     engine.STALL_SECONDS = STALL_SECONDS
     with two_nodes() as (cluster, node):
-        for name in ("driven", "forked"):
+        for name, number in (("driven", 1), ("forked", 2)):
             (folder / name).mkdir()
-            ends = driver_killed(folder / name, cluster.address, forks=name == "forked")
+            ends = driver_killed(folder / name, cluster.address, number)
             tell(f"no replica outlives a driver that is killed: {name}", ends)
         began = time.monotonic()
         lm = opened(folder, replicas, cluster.address)
@@ -251,6 +243,6 @@ if __name__ == "__main__":
     here = __import__("importlib").import_module("tests.cluster.two_nodes")  # as actors know it
     own, first, second = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     if ":" in first:
-        here.drive(own, first, second == "forks")
+        here.drive(own, first, int(second))
     else:
         here.main(own, int(first), int(second))

@@ -71,7 +71,7 @@ class Walk:
         return found
 
     def text(self, trace: Place) -> str:
-        return str(trace.token_ids)
+        return str(trace.at)
 
     def value(self, trace: Place) -> int:
         return trace.at

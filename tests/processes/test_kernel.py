@@ -4,8 +4,10 @@ Nothing is timed: a cell says that it is going, and is then interrupted."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,8 +162,12 @@ def cells_of(notebook: str) -> list[str]:
 
 
 def shared_memory() -> set[str]:
-    # Of the whole machine: no proof, which may run beside this one, opens vLLM in several processes.
-    return set(os.listdir("/dev/shm"))
+    """Return the segments that no living process maps: tests beside this one have theirs."""
+    left = set(os.listdir("/dev/shm"))
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended
+            left -= set(re.findall(r" /dev/shm/(.+)", maps.read_text()))
+    return left
 
 
 @pytest.mark.embedded

@@ -32,10 +32,17 @@ def kernel() -> Iterator[KernelManager]:
 
 
 SHARE = """
+import gc
+
+gc.disable()
+
 import genrt
-from genrt.engines.vllm import opening
+from genrt.engines.vllm import engine, opening
 from genrt.lm import AsyncLM
 
+gc.collect()
+gc.freeze()
+gc.enable()
 opening.CPU_DEFAULTS["kv_cache_memory_bytes"] = 2**29
 
 aload, aclose, close, opened = genrt.aload, AsyncLM.aclose, AsyncLM.close, []
@@ -55,7 +62,8 @@ async def left_open(lm):
 genrt.aload, AsyncLM.aclose = shared, left_open
 AsyncLM.close = lambda lm: None if lm in opened else close(lm)
 """
-"""Most notebooks open the same model, and share it here: its opening would take most of their time."""
+"""Most notebooks open the same model, and share it here: its opening would take most of their time.
+What is imported is frozen, as in conftest.py."""
 RESET = "get_ipython().reset(); get_ipython().execution_count = 1"
 
 

@@ -35,7 +35,8 @@ LAST = 1 - 2.0**-53
 """The largest number under 1 in float64."""
 NEAR, TOLERANCE = 1e-5, 1e-4
 """How near to a boundary a uniform may go either way; how far logprobs and log masses may be off."""
-WIDTHS = (5, 127, 128, 129, 1000, 4097, 9001)
+WIDTHS = (5, 128, 1000, 4097, 9001)
+"""A part of a block, a block, and several; a tile of blocks and a token; several tiles."""
 HEATS = (1.0, 0.0, 0.3, 2.0, 1e30, 1e300, 0.9e-5, 1.0)
 LAWS: tuple[Laws, ...] = (
     ((1.0, 2.5),),

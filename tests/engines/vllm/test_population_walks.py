@@ -126,7 +126,7 @@ async def test_sequences_that_wait_for_the_next_step_keep_their_tokens(
         each.close()
 
 
-WALKS = [(0, 24), pytest.param(1, 60, marks=pytest.mark.proof)]
+WALKS = [(0, 24), pytest.param(1, 40, marks=pytest.mark.proof)]
 
 
 @pytest.mark.promise(number=36)
