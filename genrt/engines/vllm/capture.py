@@ -419,7 +419,9 @@ def _truncated(
 ) -> torch.Tensor:
     """Return logits ``[n, vocab_size]`` after vLLM's top-k and top-p, with its arguments. On a CPU, vLLM
     would drop tokens of probability 0 from rows without top-p too, if another row has it."""
-    return apply_top_k_top_p(logits, k, None if p is None else p.masked_fill(p >= 1.0, 2.0))
+    p = None if p is None else p.masked_fill(p >= 1.0, 2.0)
+    found: torch.Tensor = apply_top_k_top_p(logits, k, p)
+    return found
 
 
 def _rows_of(tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
