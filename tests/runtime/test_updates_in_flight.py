@@ -69,7 +69,8 @@ OPTIONS: Any = {"max_tokens": 40, "ignore_eos": True, "logprobs": 3, "seed": 5}
 
 
 async def test_each_token_is_of_the_version_that_its_span_says(lm: AsyncLM) -> None:
-    texts = asyncio.ensure_future(lm.batch_generate([PROMPT, [2], [5, 5, 5]], **OPTIONS))
+    options = OPTIONS | {"max_tokens": 160}
+    texts = asyncio.ensure_future(lm.batch_generate([PROMPT, [2], [5, 5, 5]], **options))
     while not texts.done():
         await replace(lm)
     for text in await texts:

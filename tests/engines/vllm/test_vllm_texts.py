@@ -268,7 +268,7 @@ def test_another_backend_is_refused_before_the_weights_are_read(llama: Path) -> 
     [
         ({"json_schema": {"enum": []}}, "json_schema: the JSON schema allows no value"),
         ({"json_schema": {"unevaluatedItems": False}}, "'unevaluatedItems'"),
-        ({"json_schema": {"$ref": "#"}}, "json_schema: the JSON schema allows no value"),
+        ({"json_schema": {"$ref": "#"}}, "json_schema: no text has this structure"),
         ({"json_schema": {"type": "nothing"}}, "json_schema"),
         ({"grammar": 'root ::= root "a"'}, "grammar: the EBNF grammar derives no text"),
         ({"regex": "("}, "regex"),
