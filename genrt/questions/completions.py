@@ -437,7 +437,7 @@ class CompletionOptions(DecodingOptions, total=False):
             the prompt or the text; 0.01 to 100.
         bad_words: forbidden texts, also after one space, by all of the tokenizer's spellings.
         logit_bias: numbers to add to the logits of some tokens; -100 to 100.
-        ignore_eos: whether the text continues after the model's end token.
+        ignore_eos: whether the text continues after the model's end token. A complete structure ends it.
         logprobs: returns log-probabilities of the drawn tokens, and of this many of the likeliest tokens
             at each place; by default neither.
         logprobs_mode: "raw_logprobs", the default, come from the model; "processed_logprobs" from the
@@ -660,6 +660,8 @@ def _checked_options(limits: Limits, options: Mapping[str, Any]) -> dict[str, An
     checked = {name: _CHECKS[name](limits, name, value) for name, value in given.items()}
     if checked.get("sampling_mask") is not None and checked.get("logprobs") is None:
         checked["logprobs"] = 0
+    if structure is not None:  # its end ends the text
+        checked["ignore_eos"] = False
     return checked | {"structure": structure}
 
 

@@ -141,8 +141,8 @@ def text_of(model: NGram, drawn: tuple[int, ...]) -> str:
     return b"".join(kept).decode()
 
 
-def ends_of(model: NGram, options: Mapping[str, Any]) -> set[int | None]:
-    own = set() if options.get("ignore_eos") else {model.eos_token_id}
+def ends_of(model: NGram, options: Mapping[str, Any], form: Form | None) -> set[int | None]:
+    own = set() if options.get("ignore_eos") and form is None else {model.eos_token_id}
     return own | {*options.get("stop_token_ids", ())}
 
 
@@ -181,7 +181,7 @@ def law_from(
     options: Mapping[str, Any],
     form: Form | None,
 ) -> dict[int, float]:
-    ends = ends_of(model, options)
+    ends = ends_of(model, options, form)
     logits = {}
     for token, logprob in enumerate(model.row([*prompt, *drawn]).tolist()):
         banned = any(
@@ -235,13 +235,13 @@ def normalised(shares: dict[int, float]) -> dict[int, float]:
 
 
 def ended(
-    model: NGram, drawn: tuple[int, ...], options: Mapping[str, Any]
+    model: NGram, drawn: tuple[int, ...], options: Mapping[str, Any], form: Form | None
 ) -> tuple[str, str, str | int | None] | None:
     """The text, finish reason and stop reason of what has ended with its last token."""
     least, keep = options.get("min_tokens", 0), options.get("include_stop_str_in_output", False)
     before, text = text_of(model, drawn[:-1]), text_of(model, drawn)
     last = drawn[-1]
-    if last in ends_of(model, options):
+    if last in ends_of(model, options, form):
         reason = None if last == model.eos_token_id else last
         return (text if keep else before), "stop", reason
     found = [
@@ -309,7 +309,7 @@ def test_every_token_has_the_law_of_all_options_together(
         token = data.draw(st.sampled_from(sorted(expected)))
         drawn = (*drawn, token)
         completion = writing.add(token, row, row)
-        end = ended(MODEL, drawn, options)
+        end = ended(MODEL, drawn, options, form)
         if completion is None or end is None:
             assert completion is None
             assert end is None
@@ -335,7 +335,7 @@ def enumerated(
         drawn, probability = begun.pop()
         for token, share in law(model, prompt, drawn, options, form).items():
             longer = (*drawn, token)
-            if ended(model, longer, options) is None:
+            if ended(model, longer, options, form) is None:
                 begun.append((longer, probability * share))
             else:
                 whole[longer] = probability * share
