@@ -215,10 +215,11 @@ class Flow(StreamBuffer[Delta]):
         known = len(self.token_ids) - delta.start
         if [*delta.token_ids[:known]] != self.token_ids[delta.start :][: len(delta.token_ids)]:
             raise StreamCut(DIFFERS)
-        ours, begins = self.weights_begins, [each[:2] for each in delta.weights_spans]
-        place = delta.start, min(len(self.token_ids), delta.start + len(delta.token_ids))
-        if ours and begins and weights_spans(begins, *place) != weights_spans(ours, *place):
-            raise StreamCut(DIFFERS)  # other weights have drawn equal tokens
+        if known and self.weights_begins and delta.weights_spans:
+            place = delta.start, min(len(self.token_ids), delta.start + len(delta.token_ids))
+            begins = [each[:2] for each in delta.weights_spans]
+            if weights_spans(begins, *place) != weights_spans(self.weights_begins, *place):
+                raise StreamCut(DIFFERS)  # other weights have drawn equal tokens
         for version, start, end in delta.weights_spans:
             is_other = not self.weights_begins or self.weights_begins[-1][0] != version
             if is_other and end > len(self.token_ids):
