@@ -43,6 +43,24 @@ WIDEST = 100
 """The most characters of a value in the table."""
 
 
+def shares(pairs: Iterable[tuple[Any, float]]) -> list[tuple[Any, float]]:
+    """Return the distinct values of pairs with the shares of their weights, heaviest first. Raises
+    InvalidRequest for a value that is not hashable."""
+    parts: defaultdict[Any, list[float]] = defaultdict(list)
+    for value, weight in pairs:
+        try:
+            parts[value].append(weight)
+        except TypeError as error:
+            raise InvalidRequest(
+                f"a {type(value).__name__} cannot be counted, it is not hashable: give of=, "
+                "a function that makes of a value what can, such as of=str"
+            ) from error
+    # Exact sums, so that the shares add up to 1.
+    whole = math.fsum(chain.from_iterable(parts.values()))
+    total = {value: math.fsum(own) / whole for value, own in parts.items()}
+    return sorted(total.items(), key=lambda entry: (-entry[1], str(entry[0])))
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Result:
     r"""Weighted texts, and the records of the steps: plain data, independent of the runtime.
@@ -112,22 +130,9 @@ class Result:
         Raises:
             InvalidRequest: values that are not hashable: give ``of``.
         """
-        weights = self.weights.tolist()
-        parts: defaultdict[Any, list[float]] = defaultdict(list)
-        for value, weight in zip(self.values, weights, strict=True):
-            if weight > 0:
-                each = value if of is None else of(value)
-                try:
-                    parts[each].append(weight)
-                except TypeError as error:
-                    raise InvalidRequest(
-                        f"a {type(each).__name__} cannot be counted, it is not hashable: give of=, "
-                        "a function that makes of a value what can, such as of=str"
-                    ) from error
-        # Exact sums, so that the posterior adds up to 1.
-        whole = math.fsum(weights)
-        total = {each: math.fsum(own) / whole for each, own in parts.items()}
-        return sorted(total.items(), key=lambda entry: (-entry[1], str(entry[0])))
+        pairs = zip(self.values, self.weights.tolist(), strict=True)
+        alive = ((value, weight) for value, weight in pairs if weight > 0)
+        return shares(alive if of is None else ((of(value), weight) for value, weight in alive))
 
     def expectation(self, function: Callable[[Any], float]) -> float:
         """Return the posterior mean of a function of the values; NaN if every particle died.

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -39,7 +38,7 @@ from genrt.inference.resampling import (
     normalized_weights,
     systematic,
 )
-from genrt.inference.result import Result
+from genrt.inference.result import Result, shares
 from genrt.lm import AsyncLM
 from genrt.numbers import check_int, displayed
 from genrt.progress import progress_bar
@@ -257,12 +256,11 @@ class Several:
 
     def posterior(self, *, of: Callable[[Any], Any] | None = None) -> list[tuple[Any, float]]:
         """Return the distinct values with their weights, heaviest first, as ``Result.posterior``."""
-        parts: defaultdict[Any, list[float]] = defaultdict(list)
-        for share, result in zip(self.weights.tolist(), self.results, strict=True):
-            for value, weight in result.posterior(of=of) if share else ():
-                parts[value].append(share * weight)
-        total = {value: math.fsum(own) for value, own in parts.items()}
-        return sorted(total.items(), key=lambda entry: (-entry[1], str(entry[0])))
+        return shares(
+            (value, share * weight)
+            for share, result in zip(self.weights.tolist(), self.results, strict=True)
+            for value, weight in (result.posterior(of=of) if share else ())
+        )
 
     def expectation(self, function: Callable[[Any], float]) -> tuple[float, float]:
         """Return the posterior mean of a function of the values, and its standard error."""

@@ -85,15 +85,8 @@ _NAMES = {
 }
 _NOTES = (
     *("title", "description", "default", "examples", "example", "deprecated", "readOnly"),
-    *(
-        "writeOnly",
-        "$comment",
-        "$vocabulary",
-        "$anchor",
-        "$dynamicAnchor",
-        "$recursiveAnchor",
-        "id",
-    ),
+    *("writeOnly", "id", "$comment", "$vocabulary"),
+    *("$anchor", "$dynamicAnchor", "$recursiveAnchor"),
     *("contentEncoding", "contentMediaType", "contentSchema", "discriminator", "xml"),
     *("externalDocs", "enumNames", "propertyOrdering", "strict", "name", "nullable"),
 )
