@@ -8,8 +8,9 @@ particles are equally many. A run has a predicate of its own, so no answer is kn
 
 *Power* (Karan & Du 2025): texts of equal length from p to the power 4, by blocks: each block is drawn at
 temperature 1/4, then the text makes Metropolis–Hastings moves. Beside them are the model itself, a low
-temperature, and the likeliest of as many texts as take a chain's drawn tokens. Fewer are computed: texts
-share prefixes. The runs of all seeds share forwards, so only tokens are compared, not times.
+temperature, and the likeliest of as many texts as take a chain's drawn tokens. Computed tokens count too:
+texts of one batch share prefixes, and a move computes again what it has cut. The runs of all seeds share
+forwards, so only tokens are compared, not times.
 
 A result has every seed's numbers.
 """
