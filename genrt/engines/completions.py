@@ -93,6 +93,7 @@ class CompletionState:
         self._logprobs: list[float] = []
         self._likeliest: list[dict[int, float]] = []
         self._places: list[DrawnFrom] = []
+        self._words = 0  # of the bits of a set, once there is one
         self._text = ""
         self._stream: TextStream | None = None
         if tokenizer is not None and isinstance(request, CompletionRequest):
@@ -203,15 +204,16 @@ class CompletionState:
             start,
             text_start,
             weights_spans=weights_spans(self._begins, start, len(self.drawn)),
-            sampling_mask=sampling_mask(decoding, self._places[start:]),
+            sampling_mask=sampling_mask(decoding, self._places[start:], self._words),
         )
 
     def _set_of(self, form: MaskForm, token: int, row: Tensor, law: Tensor) -> DrawnFrom:
         heat = self.decoding.temperature
         by_model = None if heat < GREEDY_BELOW else weighed(row[None], heat, 1.0)
         mass = 0.0 if by_model is None else float(mass_of_sets(by_model, law[None]))
-        [found] = in_form(packed_sets(law[None]), form)
-        return DrawnFrom(float(law[token]), mass, found)
+        packed = packed_sets(law[None])
+        self._words = packed.shape[-1]
+        return DrawnFrom(float(law[token]), mass, *in_form(packed, form))
 
     def _stop(self, seen: int) -> tuple[str, int] | None:
         """Return the stop string that is complete first in the text from ``seen`` on, and the length of
@@ -245,11 +247,13 @@ class CompletionState:
             seconds_to_first_token=self._first - self._began,
             weights_version=self._begins[-1][0],
             weights_spans=weights_spans(self._begins, 0, len(self.drawn)),
-            sampling_mask=sampling_mask(self.decoding, self._places),
+            sampling_mask=sampling_mask(self.decoding, self._places, self._words),
         )
 
 
-def sampling_mask(decoding: Decoding, places: Sequence[DrawnFrom]) -> SamplingMask | None:
-    """Return the sets of these places, if they are wanted."""
+def sampling_mask(
+    decoding: Decoding, places: Sequence[DrawnFrom], words: int
+) -> SamplingMask | None:
+    """Return the sets of these places, if they are wanted, of a vocabulary of so many words of bits."""
     form = decoding.sampling_mask
-    return None if form is None else SamplingMask(form, tuple(places))
+    return None if form is None else SamplingMask(form, tuple(places), words)

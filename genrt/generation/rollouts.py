@@ -271,6 +271,7 @@ class _RolloutBatch:
                 versions[row, before[row] : end][slice(*span)] = version
         masks = [each.sampling_mask for each in completions]
         places = [place for mask in masks if mask is not None for place in mask.places]
+        words = -(-self._lm.vocab_size // 32)
         device = self._like.device
         lengths = torch.tensor([drawn, before], dtype=torch.int64, device=device)
         return Rollout(
@@ -281,7 +282,7 @@ class _RolloutBatch:
             torch.tensor([each.truncated for each in completions], dtype=torch.bool, device=device),
             torch.from_numpy(versions).to(device),
             tuple(completions),
-            None if self._form is None else SamplingMask(self._form, tuple(places)),
+            None if self._form is None else SamplingMask(self._form, tuple(places), words),
         )
 
 

@@ -16,7 +16,7 @@ from genrt.questions.arguments import Adapter, TokenIds, abbreviated, check_seed
 from genrt.questions.request import Request
 from genrt.questions.rows import Limits
 from genrt.tokens.sampling import GREEDY_BELOW
-from genrt.tokens.sets import MaskForm
+from genrt.tokens.sets import MaskForm, as_bits
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 """Why a text is over: it has ended, it is as long as it may be, or the engine aborted it."""
@@ -53,7 +53,7 @@ def weights_spans(
 
 class DrawnFrom(NamedTuple):
     """The set of one place of a ``SamplingMask``: the drawn token's log-probability in it, its mass, and
-    its tokens, int32 ids in order or bits in whole int32 words."""
+    its tokens, as ``genrt.tokens.sets.in_form`` stores them."""
 
     logprob: float
     log_mass: float
@@ -66,10 +66,16 @@ class SamplingMask:
 
     A trainer divides its logits by the temperature, after penalties and ``logit_bias`` if there are any,
     and normalizes them over a set. It gets ``logprobs``, to 1e-5 for equal logits. Arrays are read-only.
+
+    Attributes:
+        form: the form in which the sets can be read.
+        places: the sets.
+        words: how many int32 words the bits of the vocabulary take.
     """
 
     form: MaskForm
     places: tuple[DrawnFrom, ...]
+    words: int
 
     @property
     def logprobs(self) -> np.ndarray:
@@ -86,26 +92,26 @@ class SamplingMask:
     def token_ids(self) -> np.ndarray:
         """The ids of all sets in order, int32: set ``i`` is ``token_ids[offsets[i] : offsets[i + 1]]``.
         Raises InvalidRequest unless the form is ``"ids"``, as ``offsets``."""
-        return self._whole("ids")
+        return np.frombuffer(b"".join(self._sets("ids")), np.int32)
 
     @property
     def offsets(self) -> np.ndarray:
         """Where each set begins in ``token_ids``, and the end of the last one: int64 ``[n + 1]``."""
-        self._whole("ids")
-        sizes = [len(each.tokens) // 4 for each in self.places]
+        sizes = [len(each) // 4 for each in self._sets("ids")]
         return np.array([0, *sizes], np.int64).cumsum()
 
     @property
     def bits(self) -> np.ndarray:
-        """The sets as masks, int32 ``[n, ceil(vocab_size / 32)]``: token ``i`` is bit ``i % 32`` of word
-        ``i // 32``. Raises InvalidRequest unless the form is ``"bits"``."""
-        found, count = self._whole("bits"), len(self.places)
-        return found.reshape(count, len(found) // max(count, 1))
+        """The sets as masks, int32 ``[n, words]``: token ``i`` is bit ``i % 32`` of word ``i // 32``.
+        Raises InvalidRequest unless the form is ``"bits"``."""
+        found = as_bits(self._sets("bits"), self.words)
+        found.flags.writeable = False
+        return found
 
-    def _whole(self, form: MaskForm) -> np.ndarray:
+    def _sets(self, form: MaskForm) -> list[bytes]:
         if self.form != form:
             raise InvalidRequest(f"the sets are {self.form}: ask with sampling_mask={form!r}")
-        return np.frombuffer(b"".join([each.tokens for each in self.places]), np.int32)
+        return [each.tokens for each in self.places]
 
     def __len__(self) -> int:
         return len(self.places)

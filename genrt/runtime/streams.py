@@ -36,7 +36,6 @@ from genrt.questions.completions import (
     Told,
     weights_spans,
 )
-from genrt.tokens.sets import MaskForm
 
 T = TypeVar("T")
 
@@ -178,7 +177,7 @@ class Flow(StreamBuffer[Delta]):
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
         self.weights_begins: list[tuple[int, int]] = []  # each version with its first token
-        self.form: MaskForm | None = None
+        self.last_mask: SamplingMask | None = None  # of the form and size of all
         self.places: list[DrawnFrom] = []
         self.completion: Completion | None = None
 
@@ -228,7 +227,7 @@ class Flow(StreamBuffer[Delta]):
         self.logprobs += delta.logprobs[known:]
         self.top_logprobs += delta.top_logprobs[known:]
         if delta.sampling_mask is not None:
-            self.form = delta.sampling_mask.form
+            self.last_mask = delta.sampling_mask
             self.places += delta.sampling_mask.places[known:]
         self.text += delta.text[max(0, len(self.text) - delta.text_start) :]
         self.reasoning += delta.reasoning[max(0, len(self.reasoning) - delta.reasoning_start) :]
@@ -236,7 +235,9 @@ class Flow(StreamBuffer[Delta]):
 
     def sampling_mask(self, start: int = 0) -> SamplingMask | None:
         """The sets of the tokens from number ``start`` on, if they are wanted."""
-        return None if self.form is None else SamplingMask(self.form, tuple(self.places[start:]))
+        if self.last_mask is None:
+            return None
+        return replace(self.last_mask, places=tuple(self.places[start:]))
 
     def _so_far(self) -> tuple[int, int, int]:
         return len(self.token_ids), len(self.text), len(self.reasoning)

@@ -1,5 +1,6 @@
 """The Triton kernel that describes the sets of a step's draws in one launch; importing this needs
-Triton. One program reads a whole row, so no set depends on the number of rows."""
+Triton. One program reads a whole row, so no set depends on the number of rows: it reads the row twice,
+without a reduction in between, since a reduction waits for all its threads."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ def described(laws: Tensor, rows: Tensor, divisors: Tensor | None, token_ids: Te
         *(laws, laws.stride(0), rows, rows.stride(0), divisors, token_ids),
         *(found, width, words),
         LISTED=LISTED,
+        WORDS=triton.next_power_of_2(words),
         BLOCK=4096,
         num_warps=8,
     )
@@ -46,6 +48,7 @@ def _describe(
     width: tl.tensor,
     words: tl.tensor,
     LISTED: tl.constexpr,
+    WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -55,45 +58,62 @@ def _describe(
     divisor = tl.full([], 1.0, tl.float32)
     if divisors is not None:
         divisor = tl.load(divisors + row)
-    one = tl.full([], 1.0, tl.float32)
-    nothing, zero = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.float64)
+    nothing, zero = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
     top, top_of_row, top_of_set = nothing, nothing, nothing
-    total, total_of_row, total_of_set = zero, zero, zero
-    size = tl.zeros([], tl.int32)
     for start in range(0, width, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        law = tl.load(laws + tokens, mask=tokens < width, other=float("-inf"))
-        own = tl.load(rows + tokens, mask=tokens < width, other=float("-inf")).to(tl.float32)
+        law, own = _entries(laws, rows, start, width, BLOCK)
         is_in = law > float("-inf")
-        top, total = _added(top, total, law, one)
-        top_of_row, total_of_row = _added(top_of_row, total_of_row, own, divisor)
-        inside = tl.where(is_in, own, float("-inf"))
-        top_of_set, total_of_set = _added(top_of_set, total_of_set, inside, divisor)
-        number = is_in.to(tl.int32)
-        at = size + tl.cumsum(number, 0) - number
-        tl.store(found + 3 + words + at, tokens, mask=is_in & (at < LISTED))
-        size += tl.sum(number, 0)
-        bits = tl.reshape(number, (BLOCK // 32, 32)) << tl.arange(0, 32)[None, :]
+        top, top_of_row = tl.maximum(top, law), tl.maximum(top_of_row, own)
+        top_of_set = tl.maximum(top_of_set, tl.where(is_in, own, float("-inf")))
+        bits = tl.reshape(is_in.to(tl.int32), (BLOCK // 32, 32)) << tl.arange(0, 32)[None, :]
         word = start // 32 + tl.arange(0, BLOCK // 32)
         tl.store(found + 3 + word, tl.sum(bits, 1), mask=word < words)
+    highest, highest_of_row, highest_of_set = (
+        _finite_or_zero(_highest(top, 0)),
+        _finite_or_zero(_highest(top_of_row, 0)),
+        _finite_or_zero(_highest(top_of_set, 0)),
+    )
+    total, total_of_row, total_of_set = zero, zero, zero
+    for start in range(0, width, BLOCK):
+        law, own = _entries(laws, rows, start, width, BLOCK)
+        total += tl.exp(law - highest)
+        total_of_row += tl.exp((own - highest_of_row) / divisor)
+        inside = tl.where(law > float("-inf"), own, float("-inf"))
+        total_of_set += tl.exp((inside - highest_of_set) / divisor)
     drawn = tl.load(laws + tl.load(token_ids + row)).to(tl.float64)
-    logprob = drawn - (top + tl.log(total))
+    logprob = drawn - (highest + _log_sum(total))
     # Relative to the row's greatest entry, whatever the temperature.
-    gap = (top_of_set - top_of_row).to(tl.float64) / divisor
-    log_mass = gap + tl.log(total_of_set) - tl.log(total_of_row)
+    gap = (highest_of_set - highest_of_row).to(tl.float64) / divisor
+    log_mass = gap + _log_sum(total_of_set) - _log_sum(total_of_row)
     log_mass = tl.where(log_mass > 0, 0.0, log_mass)
     tl.store(found, logprob.to(tl.float32).to(tl.int32, bitcast=True))
     tl.store(found + 1, log_mass.to(tl.float32).to(tl.int32, bitcast=True))
-    tl.store(found + 2, size)
+    tl.debug_barrier()  # the words are other threads'
+    place = tl.arange(0, WORDS)
+    word = tl.load(found + 3 + place, mask=place < words, other=0)
+    count = tl.zeros([WORDS], tl.int32)
+    for bit in range(32):
+        count += (word >> bit) & 1
+    at = tl.cumsum(count, 0) - count
+    tl.store(found + 2, tl.sum(count, 0))
+    for bit in range(32):
+        number = (word >> bit) & 1
+        tl.store(found + 3 + words + at, 32 * place + bit, mask=(number == 1) & (at < LISTED))
+        at += number
 
 
 @triton.jit
-def _added(
-    top: tl.tensor, total: tl.tensor, entries: tl.tensor, divisor: tl.tensor
+def _entries(
+    laws: tl.tensor, rows: tl.tensor, start: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return a greatest entry, and a sum of ``exp((entry - greatest) / divisor)``, with these entries."""
-    new = tl.maximum(top, _highest(entries, 0))
-    zero = _finite_or_zero(new)
-    weights = tl.exp((entries - zero) / divisor)
-    total = total * tl.exp(((top - zero) / divisor).to(tl.float64)) + tl.sum(weights, 0)
-    return new, total
+    """Return the entries of a block of a law and of a row, -inf beyond their end."""
+    tokens = start + tl.arange(0, BLOCK)
+    law = tl.load(laws + tokens, mask=tokens < width, other=float("-inf"))
+    own = tl.load(rows + tokens, mask=tokens < width, other=float("-inf"))
+    return law, own.to(tl.float32)
+
+
+@triton.jit
+def _log_sum(parts: tl.tensor) -> tl.tensor:
+    """Return the logarithm of a sum, in float64."""
+    return tl.log(tl.sum(parts.to(tl.float64), 0))

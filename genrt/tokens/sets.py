@@ -15,7 +15,7 @@ from genrt.tokens.rows import AsyncHostCopy, log_sums, moved
 from genrt.tokens.sampling import tempered
 
 MaskForm: TypeAlias = Literal["ids", "bits"]
-"""The form of a set: int32 token ids in order, or bits in whole int32 words."""
+"""The form in which sets are read: int32 token ids in order, or bits in whole int32 words."""
 
 NUMBERS = 3
 """How many words describe a set before its bits: a log-probability, a log mass and a size."""
@@ -60,11 +60,11 @@ class DescribedSets:
     def _in_form(self, found: np.ndarray, form: MaskForm) -> list[bytes]:
         start = NUMBERS + self._words
         packed, listed = found[:, NUMBERS:start], found[:, start:]
+        sizes, most = found[:, NUMBERS - 1], listed.shape[-1]
         if form == "bits":
-            return in_form(packed, form)
-        sizes = found[:, NUMBERS - 1]
+            most = min(most, self._words - 1)
         sets = [row[:size].tobytes() for row, size in zip(listed, sizes.tolist(), strict=True)]
-        larger = np.flatnonzero(sizes > listed.shape[-1])
+        larger = np.flatnonzero(sizes > most)
         for row, ids in zip(larger.tolist(), in_form(packed[larger], form), strict=True):
             sets[row] = ids
         return sets
@@ -104,13 +104,33 @@ def packed_sets(laws: Tensor) -> np.ndarray:
 
 
 def in_form(packed: np.ndarray, form: MaskForm) -> list[bytes]:
-    """Return packed sets, int32 ``[n, ceil(V / 32)]``, in this form."""
-    if form == "bits":
-        return [each.tobytes() for each in packed]
+    """Return packed sets, int32 ``[n, words]``, as they are stored for this form: as int32 ids in order;
+    for ``"bits"`` as their words, if a set has as many tokens as words or more."""
     flat, size = np.ascontiguousarray(packed).reshape(-1).view(np.uint8), 32 * packed.shape[-1]
     places = np.flatnonzero(flat)
     found = np.flatnonzero(np.unpackbits(flat[places], bitorder="little").view(np.bool_))
     ids = 8 * places[found >> 3] + (found & 7)  # counted through all sets
     ends = np.searchsorted(ids, size * np.arange(1, len(packed) + 1)).tolist()
     whole = (ids % max(size, 1)).astype(np.int32).tobytes()
-    return [whole[4 * start : 4 * end] for start, end in itertools.pairwise([0, *ends])]
+    listed = [whole[4 * start : 4 * end] for start, end in itertools.pairwise([0, *ends])]
+    if form == "ids":
+        return listed
+    most = 4 * packed.shape[-1]
+    return [
+        words.tobytes() if len(ids) >= most else ids
+        for ids, words in zip(listed, packed, strict=True)
+    ]
+
+
+def as_bits(sets: Sequence[bytes], words: int) -> np.ndarray:
+    """Return sets that are stored for the form ``"bits"``, int32 ``[n, words]``."""
+    found = np.zeros((len(sets), words), np.uint32)
+    sizes = np.array([len(each) // 4 for each in sets], np.int64)
+    packed = sizes == words
+    sizes[packed] = 0
+    for row in np.flatnonzero(packed).tolist():
+        found[row] = np.frombuffer(sets[row], np.uint32)
+    listed = b"".join([each for each, size in zip(sets, sizes.tolist(), strict=True) if size])
+    ids, rows = np.frombuffer(listed, np.uint32), np.repeat(np.arange(len(sets)), sizes)
+    np.bitwise_or.at(found, (rows, ids >> 5), np.uint32(1) << (ids & 31))
+    return found.view(np.int32)

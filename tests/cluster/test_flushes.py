@@ -75,7 +75,7 @@ REQUESTS: list[Request] = [
     ReadRequest(ROW, TopWithTail(2, 0.5)),
 ]
 INFINITE = float("-inf")
-MASK = SamplingMask("ids", (DrawnFrom(-0.5, -0.1, b"abcd"), DrawnFrom(0.0, 0.0, b"")))
+MASK = SamplingMask("ids", (DrawnFrom(-0.5, -0.1, b"abcd"), DrawnFrom(0.0, 0.0, b"")), 3)
 TEXT = Completion("ab", (1, 2), (0,), (-1.5, INFINITE), ({3: -2.0},), "stop", 5, 1.0, 0.5, "r", 5)
 MASKED = replace(TEXT, sampling_mask=MASK)
 RESULTS: list[Any] = [

@@ -227,7 +227,7 @@ def test_a_mask_has_one_form(lm: AsyncLM) -> None:
         with pytest.raises(InvalidRequest, match="sampling_mask='ids'"):
             getattr(mask, name)
     with pytest.raises(InvalidRequest, match="sampling_mask='bits'"):
-        _ = SamplingMask("ids", ()).bits
+        _ = SamplingMask("ids", (), 3).bits
     with pytest.raises(ValueError, match="read-only"):
         mask.bits[0] = 1
 

@@ -102,7 +102,7 @@ class _TextState:
     state: Any  # the output processor's
     most_unread: int  # how many tokens may wait for the output processor
     structure: str | None  # the name of the option that gives it
-    mask_bytes: int  # of a packed set of tokens
+    words: int  # of the bits of a set of tokens
     reasoning: Reasoning | None = None
     unread: list[int] = field(default_factory=list)
     form: MaskForm | None = None  # of the sets of places, if they are wanted and not greedy
@@ -178,12 +178,12 @@ class _TextState:
         """Return the sets of drawn tokens; the first is number ``start``."""
         decoding, places = self.request.decoding, self.places[start : start + len(drawn)]
         if decoding.sampling_mask is not None and decoding.temperature < GREEDY_BELOW:
-            packed = np.zeros((len(drawn), self.mask_bytes), np.uint8)
+            packed = np.zeros((len(drawn), self.words), np.uint32)
             for row, token in zip(packed, drawn, strict=True):
-                row[token // 8] = 1 << token % 8
+                row[token // 32] = 1 << token % 32
             sets = in_form(packed.view(np.int32), decoding.sampling_mask)
             places = [DrawnFrom(0.0, 0.0, each) for each in sets]
-        return sampling_mask(decoding, places)
+        return sampling_mask(decoding, places, self.words)
 
     def _logprobs(
         self, places: Sequence[Any], drawn: Sequence[int]
@@ -281,7 +281,7 @@ class VLLMTexts:
     ) -> None:
         config = llm_engine.vllm_config
         self._sets = sets
-        self._mask_bytes = 4 * -(-config.model_config.get_vocab_size() // 32)
+        self._words = -(-config.model_config.get_vocab_size() // 32)
         self._drawn_here = drawn_here
         self._most = slots - max(1, slots // 9)  # a row never waits for a long text to end
         self._inputs = llm_engine.input_processor
@@ -371,7 +371,7 @@ class VLLMTexts:
         )
         # Texts that begin together are read in different steps.
         most = 0 if at_once else 1 + len(self._in_progress) % (READ_EVERY - 1)
-        own = most, structure, self._mask_bytes, reasoning
+        own = most, structure, self._words, reasoning
         self._in_progress[request_id] = text = kind(request, state, *own)
         if isinstance(request, CompletionRequest) and MASKED in (params.extra_args or ()):
             text.form = request.decoding.sampling_mask
