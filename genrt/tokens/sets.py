@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
@@ -60,13 +59,17 @@ class DescribedSets:
     def _in_form(self, found: np.ndarray, form: MaskForm) -> list[bytes]:
         start = NUMBERS + self._words
         packed, listed = found[:, NUMBERS:start], found[:, start:]
-        sizes, most = found[:, NUMBERS - 1], listed.shape[-1]
-        if form == "bits":
-            most = min(most, self._words - 1)
-        sets = [row[:size].tobytes() for row, size in zip(listed, sizes.tolist(), strict=True)]
-        larger = np.flatnonzero(sizes > most)
-        for row, ids in zip(larger.tolist(), in_form(packed[larger], form), strict=True):
-            sets[row] = ids
+        sizes = found[:, NUMBERS - 1]
+        stays_packed = sizes >= self._words if form == "bits" else np.zeros(len(sizes), np.bool_)
+        sets = [
+            words.tobytes() if is_packed else row[:size].tobytes()
+            for words, row, size, is_packed in zip(
+                packed, listed, sizes.tolist(), stays_packed.tolist(), strict=True
+            )
+        ]
+        unlisted = np.flatnonzero((sizes > listed.shape[-1]) & ~stays_packed)
+        for place, ids in zip(unlisted.tolist(), in_form(packed[unlisted], "ids"), strict=True):
+            sets[place] = ids
         return sets
 
 
@@ -78,8 +81,7 @@ def _described(laws: Tensor, rows: Tensor, divisors: Tensor | None, token_ids: T
         rows = tempered(rows.float(), divisors[:, None])
     numbers = torch.cat([logprobs, mass_of_sets(rows, laws)], dim=-1)
     packed = torch.from_numpy(packed_sets(laws))
-    # More than are listed: a reader takes them from the bits.
-    size = torch.ones_like(own, dtype=torch.int32)
+    size = (laws > -math.inf).sum(-1, keepdim=True, dtype=torch.int32)
     return torch.cat([numbers.view(torch.int32), size, packed], dim=-1)
 
 
@@ -106,20 +108,13 @@ def packed_sets(laws: Tensor) -> np.ndarray:
 def in_form(packed: np.ndarray, form: MaskForm) -> list[bytes]:
     """Return packed sets, int32 ``[n, words]``, as they are stored for this form: as int32 ids in order;
     for ``"bits"`` as their words, if a set has as many tokens as words or more."""
-    flat, size = np.ascontiguousarray(packed).reshape(-1).view(np.uint8), 32 * packed.shape[-1]
-    places = np.flatnonzero(flat)
-    found = np.flatnonzero(np.unpackbits(flat[places], bitorder="little").view(np.bool_))
-    ids = 8 * places[found >> 3] + (found & 7)  # counted through all sets
-    ends = np.searchsorted(ids, size * np.arange(1, len(packed) + 1)).tolist()
-    whole = (ids % max(size, 1)).astype(np.int32).tobytes()
-    listed = [whole[4 * start : 4 * end] for start, end in itertools.pairwise([0, *ends])]
-    if form == "ids":
-        return listed
-    most = 4 * packed.shape[-1]
-    return [
-        words.tobytes() if len(ids) >= most else ids
-        for ids, words in zip(listed, packed, strict=True)
-    ]
+    found = []
+    for words in packed:
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_)
+        ids = np.flatnonzero(bits).astype(np.int32)
+        stays_packed = form == "bits" and len(ids) >= len(words)
+        found.append((words if stays_packed else ids).tobytes())
+    return found
 
 
 def as_bits(sets: Sequence[bytes], words: int) -> np.ndarray:
