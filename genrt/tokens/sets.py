@@ -26,18 +26,14 @@ class DescribedSets:
     Args:
         laws: the logits or log-probabilities that tokens are drawn by, float32 ``[n, V]``.
         rows: the model's log-probabilities, ``[n, V]``; on a GPU, its logits will do.
-        heats: the temperatures of the draws, above 0.
+        divisors: the temperatures of the draws, as ``divisors_of`` returns them.
         token_ids: the tokens, int64 ``[n]``.
     """
 
     def __init__(
-        self, laws: Tensor, rows: Tensor, heats: Sequence[float], token_ids: Tensor
+        self, laws: Tensor, rows: Tensor, divisors: Tensor | None, token_ids: Tensor
     ) -> None:
         self._words = -(-laws.shape[-1] // 32)
-        divisors = None
-        if any(heat != 1.0 for heat in heats):
-            exact = torch.tensor([*heats], dtype=torch.float64)
-            divisors = moved(exact.clamp(max=torch.finfo(torch.float32).max).float(), laws.device)
         if laws.is_cuda:
             from genrt.tokens.set_kernels import described
         else:
@@ -71,6 +67,14 @@ class DescribedSets:
         for place, ids in zip(unlisted.tolist(), in_form(packed[unlisted], "ids"), strict=True):
             sets[place] = ids
         return sets
+
+
+def divisors_of(heats: Sequence[float], device: torch.device) -> Tensor | None:
+    """Return temperatures above 0 as float32 ``[n]`` on the device; ``None`` if all are 1."""
+    if all(heat == 1.0 for heat in heats):
+        return None
+    exact = torch.tensor([*heats], dtype=torch.float64)
+    return moved(exact.clamp(max=torch.finfo(torch.float32).max).float(), device)
 
 
 def _described(laws: Tensor, rows: Tensor, divisors: Tensor | None, token_ids: Tensor) -> Tensor:

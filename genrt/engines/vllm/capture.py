@@ -26,7 +26,7 @@ from genrt.errors import EngineUnsupported
 from genrt.questions.completions import DrawnFrom
 from genrt.tokens.rows import AsyncHostCopy, corrected, moved, normalised
 from genrt.tokens.sampling import GREEDY_BELOW, mixed
-from genrt.tokens.sets import DescribedSets, MaskForm
+from genrt.tokens.sets import DescribedSets, MaskForm, divisors_of
 
 if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
@@ -121,6 +121,7 @@ class DrawnSets:
 
     def __init__(self) -> None:
         self._found: dict[int, dict[int, tuple[DescribedSets, int]]] = {}
+        self._heats: tuple[list[float], torch.Tensor | None] = [], None  # of the last step
 
     def put(
         self,
@@ -137,7 +138,9 @@ class DrawnSets:
             rows: the model's log-probabilities; on a GPU, its logits will do.
             token_ids: the tokens, int64 ``[n]``.
         """
-        step, found = DescribedSets(laws, rows, drawn.heats, token_ids), self._found
+        if drawn.heats != self._heats[0]:
+            self._heats = drawn.heats, divisors_of(drawn.heats, laws.device)
+        step, found = DescribedSets(laws, rows, self._heats[1], token_ids), self._found
         for row, (ticket, place) in enumerate(zip(drawn.tickets, drawn.places, strict=True)):
             found.setdefault(ticket, {})[place] = step, row
 
