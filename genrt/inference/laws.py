@@ -12,6 +12,7 @@ from torch import Tensor
 from genrt.constraints.protocols import prompt_tokens
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.inference import checks
+from genrt.inference.texts import TextTrace
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float, displayed
 from genrt.populations import Population
@@ -81,14 +82,13 @@ class Law:
                 "bytes"
             )
 
-    def population(
-        self, texts: Sequence[tuple[int, ...]], prompts: Sequence[tuple[int, ...] | None]
-    ) -> Population:
+    def population(self, traces: Sequence[TextTrace]) -> Population:
         """Return a population with these texts, each after a prompt of its own or the law's."""
-        if not any(texts) and not any(prompts):
-            return self.lm.population(self.ids, len(texts), adapter=self.adapter)
-        begun = [self.ids if each is None else each for each in prompts]
-        contexts = [prompt + text for prompt, text in zip(begun, texts, strict=True)]
+        if not any(each.count or each.prompt for each in traces):
+            return self.lm.population(self.ids, len(traces), adapter=self.adapter)
+        prompts = [self.ids if each.prompt is None else each.prompt for each in traces]
+        texts = [each.token_ids if each.count else () for each in traces]
+        contexts = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
         return self.lm.population(contexts, adapter=self.adapter)
 
 

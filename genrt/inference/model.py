@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -38,9 +37,8 @@ def model_seed(sequence: np.random.SeedSequence) -> int:
 @dataclass(slots=True, eq=False, repr=False)
 class Trace:
     """One text, or one execution of a program, so far: a value, which shares its beginning with others.
-
-    A trace is its last unit and the trace before it. A model's own traces are a subclass, with the data
-    that the next unit needs.
+    It is its last unit and the trace before it; a model's own traces are a subclass, with the data that
+    the next unit needs.
 
     Attributes:
         before: the trace without its last unit; ``None`` at the beginning.
@@ -169,10 +167,9 @@ async def extended(model: Model, traces: Sequence[Any], seed: int) -> tuple[list
             f"the model made {len(longer)} of {len(traces)} traces: return one for each"
         )
     gains = np.array([each.gain for each in longer])
-    if not (gains < math.inf).all():
-        wrong = gains[~(gains < math.inf)][0]
+    if (wrong := gains[~(gains < math.inf)]).size:
         raise InvalidRequest(
-            f"the model says that a trace gained {wrong}: log-weights are finite, or -inf"
+            f"the model says that a trace gained {wrong[0]}: log-weights are finite, or -inf"
         )
     return longer, gains
 
@@ -310,16 +307,9 @@ class Deaths:
         elif ends is None or not ends.never:
             longest -= 1  # the last step draws only an end
         dead = [state.particles[place] for place in np.nonzero(state.log_weights == -math.inf)[0]]
-        return cls(
-            **Counter(
-                "potential"
-                if each.finished
-                else "max_tokens"
-                if len(each.token_ids) >= longest
-                else "dead_ends"
-                for each in dead
-            )
-        )
+        ruled_out = sum(each.finished for each in dead)
+        cut = sum(not each.finished and len(each.token_ids) >= longest for each in dead)
+        return cls(cut, len(dead) - ruled_out - cut, ruled_out)
 
     def __str__(self) -> str:
         counts = {
@@ -338,9 +328,7 @@ class Info:
         step: its number, from 0.
         resampled: whether it began by resampling.
         ancestors: int64 ``[N]``, the index in the step before of the particle that each one grew from.
-        token_ids: int64 ``[N, longest]``, the tokens that each one drew, the end token included, then -1;
-            no token for a particle that was not extended or found no token, or if its program drew
-            another value.
+        token_ids: int64 ``[N, longest]``, the tokens that each one drew, the end token included, then -1.
         log_increments: float64 ``[N]``, the gain of each log-weight by the units that extended its
             ancestor: 0 for a particle that was not extended, or moved; -inf for one that died.
         log_weights: float64 ``[N]``, after the step.
