@@ -247,7 +247,7 @@ class State:
 
     @property
     def done(self) -> bool:
-        """True if no particle is alive and unfinished."""
+        """Whether no particle is alive and unfinished."""
         return not self.unfinished
 
     def at(self, *key: int) -> State:

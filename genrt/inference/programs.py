@@ -37,7 +37,7 @@ import inspect
 import math
 import types
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Generator, Hashable, Mapping, Sequence, Set
 from itertools import count
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, cast
@@ -208,15 +208,11 @@ class Execution:
         which it paused. It adds to the trace."""
         self._trace, self._answered = trace, trace.answers
         self._seed, self._place, self._grown = seed, place, text
-        self._rng: np.random.Generator | None = None
+        self._rng = functools.cache(functools.partial(np.random.default_rng, (seed, place)))
         self._task = asyncio.current_task()
         self._has_sampled = self._has_drawn = self._has_weighed = False
         """In this step; weighed: since the last draw."""
         self._seeds = count(1)
-
-    @property
-    def _is_dead(self) -> bool:
-        return bool(self._trace.log_weight == -math.inf)
 
     def _question(
         self, name: str, ask: Callable[..., Coroutine[Any, Any, Any]], kwargs: dict[str, Any]
@@ -440,7 +436,7 @@ class Execution:
         """Draw a number uniformly from [0, 1)."""
         if (recorded := await self._recorded("uniform")) is not None:
             return float(recorded.outcome)
-        drawn = float(self._generator().random())
+        drawn = float(self._rng().random())
         await self._record(_Choice("uniform", drawn))
         return drawn
 
@@ -475,32 +471,28 @@ class Execution:
             if recorded.outcome >= count:
                 raise _impure("asked for another choice")
             return values[int(recorded.outcome)]
-        shares = None if log_weights is None else _choice_probabilities(log_weights, count)
-        proposed = shares
+        drawing, log_target = _choice_probabilities(log_weights, count)
+        logs = log_target
         if proposal is not None:
-            proposed = _choice_probabilities(proposal, count)
-            if (proposed[shares > 0 if shares is not None else ...] == 0).any():
+            drawing, logs = _choice_probabilities(proposal, count)
+            if ((logs == -math.inf) & (log_target > -math.inf)).any():
                 raise InvalidRequest("choice got a proposal that cannot draw one of its values")
         if is_given:
-            places = _places_of(self._given[name], values, name)
+            given = self._given[name]
+            places = [place for place, each in enumerate(values) if _are_equal(each, given)]
+            if not places:
+                raise InvalidRequest(f"{name} was given {given!r}, which is not one of its values")
             index = places[0]
-            self._weigh(float(np.logaddexp.reduce([_log_share(shares, i, count) for i in places])))
+            self._weigh(float(np.logaddexp.reduce(log_target[places])))
         else:
-            index = int(self._generator().choice(count, p=proposed))
-            logprob = _log_share(proposed, index, count)
+            index = int(self._rng().choice(count, p=drawing))
             if proposal is not None:
-                self._weigh(_log_share(shares, index, count) - logprob)
-            self._trace.log_proposal += logprob
+                self._weigh(float(log_target[index] - logs[index]))
+            self._trace.log_proposal += float(logs[index])
         value = values[index]
         drawn = None if name is None else _copied(value)
         await self._record(_Choice("choice", index, name, drawn))
         return value
-
-    def _generator(self) -> np.random.Generator:
-        """Return the generator of this step's choices."""
-        if self._rng is None:
-            self._rng = np.random.default_rng((self._seed, self._place))
-        return self._rng
 
     def _is_given(self, name: str | None) -> bool:
         """Return whether the draw of this name is given. Raises InvalidRequest if another draw of this
@@ -514,7 +506,7 @@ class Execution:
 
     async def _record(self, choice: _Choice) -> None:
         """Record a draw; one that has ended the particle never returns."""
-        if self._is_dead:
+        if self._trace.log_weight == -math.inf:
             await _pause()
         self._trace.choices.append(choice)
 
@@ -542,7 +534,7 @@ class Execution:
                 if context.token_ids == equal.token_ids:
                     take_over(context, equal)
             self._computed = ()
-        elif due or self._has_weighed or self._is_dead:
+        elif due or self._has_weighed or self._trace.log_weight == -math.inf:
             await self._stop(kind)
         self._has_drawn = True
         return None
@@ -568,20 +560,6 @@ def _impure(found: str) -> InvalidRequest:
     )
 
 
-def _log_share(shares: Floats | None, index: int, count: int) -> float:
-    """Return the log-probability of value ``index`` of ``count``, with ``shares`` or uniformly."""
-    share = 1 / count if shares is None else float(shares[index])
-    return math.log(share) if share > 0 else -math.inf
-
-
-def _places_of(given: Any, values: Sequence[Any], name: str | None) -> list[int]:
-    """Return the places of a given value. Raises InvalidRequest if it is not one of the values."""
-    found = [place for place, each in enumerate(values) if _are_equal(each, given)]
-    if not found:
-        raise InvalidRequest(f"{name} was given {given!r}, which is not one of its values")
-    return found
-
-
 def _are_equal(value: Any, given: Any) -> bool:
     if isinstance(value, np.ndarray | torch.Tensor):
         is_like = type(value) is type(given) and value.shape == given.shape
@@ -597,13 +575,17 @@ def _copied(answer: Any) -> Any:
         return answer
 
 
-def _choice_probabilities(log_weights: Any, count: int) -> Floats:
-    """Return the probabilities of ``count`` values. Raises InvalidRequest if these are not their
-    log-weights."""
+def _choice_probabilities(log_weights: Any, count: int) -> tuple[Floats | None, Floats]:
+    """Return the probabilities of ``count`` values, ``None`` if uniform, and their logarithms. Raises
+    InvalidRequest if these are not their log-weights."""
+    if log_weights is None:
+        return None, np.full(count, math.log(1 / count))
     weighed = checks.check_log_weights(log_weights, count, "choice got the log-weights")
     if np.all(weighed == -math.inf):
         raise InvalidRequest("choice got log-weights of -inf alone: give one above -inf")
-    return normalized_weights(weighed)
+    shares = normalized_weights(weighed)
+    with np.errstate(divide="ignore"):
+        return shares, np.log(shares)
 
 
 class ProgramTrace(Trace):
@@ -736,22 +718,18 @@ class Program:
         taken = dict[ProgramTrace, list[Live]]()
         for place, old in enumerate(traces):
             trace = ProgramTrace(old)
-            computed: Computed = ()
+            others = taken.get(old, [])
             if old not in taken:  # the first copy goes on
                 taken[old], trace.live, old.live = old.live, old.live, []
-            elif trace.growing is None:
-                computed = _forks(taken[old])
             new.append(trace)
             if trace.growing is None:
-                going.append(self._go_on(trace, seed, place, computed))
+                going.append(self._go_on(trace, seed, place, _forks(others)))
         await gather_all(going)
-        groups: dict[Hashable, list[int]] = {}
+        groups = defaultdict[Hashable, list[int]](list)
         for place, each in enumerate(new):
             if each.growing is not None:
-                model, text = each.growing
-                groups.setdefault((id(model), id(text.populations)), []).append(place)
-        if groups:
-            await gather_all(self._texts_longer(new, each, seed) for each in groups.values())
+                groups[id(each.growing[0]), id(each.growing[1].populations)].append(place)
+        await gather_all(self._texts_longer(new, each, seed) for each in groups.values())
         return new
 
     async def _texts_longer(
@@ -858,8 +836,8 @@ def _until_pause(coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, None, tu
             return True, end.value
         if awaited is _PAUSE:
             return False, None
+        error = None
         try:
             yield awaited
-            error = None
         except BaseException as raised:
             error = raised

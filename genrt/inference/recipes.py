@@ -284,11 +284,9 @@ class Rejection(Sampler):
                 "whole texts are drawn to their end, and with stop=None the constraint alone knows where "
                 "that is: give tokens that end a text, or take SMC"
             )
-        self._judges = dict[str, Potential]()
+        self._judges = {} if model.potential is None else {"potential": model.potential}
         if model.constraint is not None:
-            self._judges["constraint"] = indicator(model.constraint, lm=model.lm)
-        if model.potential is not None:
-            self._judges["potential"] = model.potential
+            self._judges = {"constraint": indicator(model.constraint, lm=model.lm), **self._judges}
         self._plain = _unweighted(model, constrained=False)
         self._num_samples = check_int("num_samples", num_samples, 1)
         self._max_texts = check_int("max_texts", max_texts, 1)

@@ -141,10 +141,8 @@ class Sampler:
                 show(going=going, ESS=f"{info.ess:.1f}")
                 if on_step is not None:
                     on_step(state, info)
-        result = self.result(state, infos=infos)
-        if lm is None or before is None:
-            return result
-        return replace(result, statistics=lm.statistics().since(before))
+        spent = None if lm is None or before is None else lm.statistics().since(before)
+        return replace(self.result(state, infos=infos), statistics=spent)
 
     run_sync = blocking_twin(run)
     """``run``, blocking: in another thread, which also calls ``on_step``. An interrupt cancels it."""
@@ -202,11 +200,7 @@ def importance_sampling(model: Model, *, num_particles: int) -> SMC:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Several:
-    """Independent runs of a sampler, weighted by their evidences.
-
-    Attributes:
-        results: the results of the runs.
-    """
+    """Independent runs of a sampler, weighted by their evidences."""
 
     results: tuple[Result, ...]
 
@@ -285,12 +279,7 @@ several_sync = blocking_twin(several)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """Two samplers of one target, at equal cost.
-
-    Attributes:
-        first: the runs of the one.
-        second: the runs of the other.
-    """
+    """The runs of two samplers of one target, compared at equal cost."""
 
     first: Several
     second: Several
@@ -394,17 +383,15 @@ def _info_of(before: State, after: State) -> Info:
     old = before.particles
     parents = [old[each] if each < len(old) else None for each in after.ancestors.tolist()]
     new = [*map(_units_after, after.particles, parents)]
-    moved = [
-        not units and trace is not parent
-        for units, trace, parent in zip(new, after.particles, parents, strict=True)
-    ]
+    columns = zip(new, after.particles, parents, strict=True)
+    moved = [not units and trace is not parent for units, trace, parent in columns]
     grown = [[token for unit in units for token in unit.tokens] for units in new]
-    columns = [*zip_longest(*grown, [DEAD], fillvalue=DEAD)]  # one of them is of no token
+    tokens = [*zip_longest(*grown, [DEAD], fillvalue=DEAD)]  # one of the rows has no token
     return Info(
         step=before.step,
         resampled=after.resamplings > before.resamplings,
         ancestors=after.ancestors,
-        token_ids=frozen(np.array(columns, np.int64).T[:-1]),
+        token_ids=frozen(np.array(tokens, np.int64).T[:-1]),
         log_increments=frozen(np.array([sum([unit.gain for unit in units]) for units in new])),
         log_weights=after.log_weights,
         ess=after.ess,

@@ -363,8 +363,11 @@ class TextModel:
             longer = await self._token_longer(growing, drawn)
             for place, trace in zip(going, longer, strict=True):
                 new[place] = trace
-            if not is_appended:
-                _append(drawing, new, going)
+            last = np.full(len(new), -1)
+            for place in going:
+                last[place] = new[place].tokens[-1] if new[place].is_open else -1
+            for each in () if is_appended else drawing:
+                each.append(last)
             going = self._inside(traces, new, going, number)
             if not going:
                 break
@@ -564,17 +567,24 @@ class TextModel:
             stop, end = min(self.ends.token_ids), self.eos_token_id
             token_ids = [stop if each == end else each for each in token_ids]
         states = [each.constraint_state for each in traces]
-        if self._start is not None and are_quick(states):
-            states = self._advanced(states, token_ids)
-        elif self._start is not None:
-            states = await asyncio.to_thread(self._advanced, states, token_ids)
-        pairs = [*zip(token_ids, drawn, states, strict=True)]
-        if self.ends.strings:  # which are looked for in texts that are put together
-            new = await asyncio.to_thread(self._traces, traces, pairs)
-        else:
-            new = self._traces(traces, pairs)
-        if self._start is not None and self.ends.never:
-            await self._end(await asyncio.to_thread(self._complete, new))
+        may_be_complete = self._start is not None and self.ends.never
+
+        def grow() -> tuple[list[TextTrace], list[TextTrace]]:
+            after = states if self._start is None else self._advanced(states, token_ids)
+            new = self._traces(traces, zip(token_ids, drawn, after, strict=True))
+            alive = [each for each in new if may_be_complete and each.log_weight > -math.inf]
+            return new, [
+                each
+                for each in alive
+                if each.count >= self.max_tokens or self._is_complete(each.constraint_state)
+            ]
+
+        # Strings are looked for in texts that are put together.
+        is_quick = not self.ends.strings and not may_be_complete
+        if is_quick and (self._start is None or are_quick(states)):
+            return grow()[0]
+        new, complete = await asyncio.to_thread(grow)
+        await self._end(complete)
         return new
 
     def _advanced(
@@ -593,7 +603,7 @@ class TextModel:
             fill(state for state in after.values() if state is not None)
         return [after[key] for key in keys]
 
-    def _traces(self, traces: Sequence[TextTrace], drawn: Sequence[Any]) -> list[TextTrace]:
+    def _traces(self, traces: Sequence[TextTrace], drawn: Iterable[Any]) -> list[TextTrace]:
         """Return the texts with these tokens, draws and states; a token may end them, as ``max_tokens``
         may without a constraint."""
         longest = self.max_tokens - 1 if self._start is None else math.inf
@@ -630,15 +640,6 @@ class TextModel:
         kept = [each for each, start in zip(token_ids, starts, strict=False) if start < cut]
         return Text(kept, data[:cut], finished=True)
 
-    def _complete(self, traces: Sequence[TextTrace]) -> list[TextTrace]:
-        """Return the texts that end here, without a stop."""
-        return [
-            each
-            for each in traces
-            if each.log_weight > -math.inf
-            and (each.count >= self.max_tokens or self._is_complete(each.constraint_state))
-        ]
-
     def _is_complete(self, state: State) -> bool:
         """Return whether the constraint allows at most the end."""
         words = words_of(state)[0]
@@ -655,7 +656,6 @@ class TextModel:
                 trace.log_weight = -math.inf
 
     async def _accepts(self, state: State) -> bool:
-        """Return whether a text may end here."""
         if isinstance(state, CheckedState):
             return (await state.check([cast("int", self.eos_token_id)]))[0]
         return state.accepting
@@ -686,18 +686,6 @@ def _flags(places: Sequence[int], count: int) -> Any:
     where = np.zeros(count, np.bool_)
     where[[*places]] = True
     return where
-
-
-def _append(
-    populations: Sequence[Population], new: Sequence[TextTrace], going: Sequence[int]
-) -> None:
-    """Append the last token of each text that goes on to its sequences."""
-    tokens = np.full(len(new), -1)
-    for place in going:
-        if new[place].is_open:
-            tokens[place] = new[place].tokens[-1]
-    for each in populations:
-        each.append(tokens)
 
 
 def _joined(before: TextTrace, last: TextTrace) -> TextTrace:
@@ -755,9 +743,8 @@ def checked_text_model(model: Any) -> TextModel:
 
 def _proposal_law(law: Law, proposal: Any) -> Law | None:
     """Return the law that proposes, ``None`` if the target does. Raises InvalidRequest otherwise."""
-    if proposal is None or isinstance(proposal, AWRS):
-        return None
-    if isinstance(proposal, str) and proposal in ("mask", "awrs"):
+    is_name = isinstance(proposal, str) and proposal in ("mask", "awrs")
+    if proposal is None or is_name or isinstance(proposal, AWRS):
         return None
     if isinstance(proposal, AsyncLM):
         proposal = Law(proposal, law.prompt, temperature=law.temperature)

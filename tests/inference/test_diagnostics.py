@@ -205,7 +205,7 @@ def test_chains_are_diagnosed_by_functions_of_their_values() -> None:
     assert math.isnan(result.diagnose(lambda value: 1.0).ess_bulk)
     wrong: list[Callable[[Any], Any]] = [str, lambda value: None, list]
     for function in wrong:
-        with pytest.raises(InvalidRequest, match="diagnosed by numbers"):
+        with pytest.raises(InvalidRequest, match="a function that gives numbers"):
             result.diagnose(function)
     with pytest.raises(InvalidRequest, match="MetropolisHastings has chains"):
         replace(result, chains=None).diagnose(len)
