@@ -65,9 +65,10 @@ def check_log_weight(value: Any, about: str) -> float:
         advice = "give a log-weight, for a condition 0.0 or -math.inf, or take a constraint"
     else:
         try:
+            if isinstance(value, str | bytes):
+                raise TypeError
             # Other libraries' numbers have ``item``, which raises if they hold more than one.
-            found = value.item() if hasattr(value, "item") else value
-            number = float("a text" if isinstance(found, str | bytes) else found)
+            number = float(value.item() if hasattr(value, "item") else value)
         except (TypeError, ValueError, RuntimeError):
             advice = "give a log-weight, a number"
         except OverflowError:

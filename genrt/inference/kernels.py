@@ -130,7 +130,9 @@ def resample(
         if pinned:  # the others as they were drawn, before they were sorted
             ancestors = rng.permutation(ancestors)
             ancestors[0] = 0
-        is_independent = scheme is multinomial and not pinned and len(ancestors) == len(state.eve)
+        is_independent = (
+            scheme is multinomial and not pinned and len(ancestors) == len(state.particles)
+        )
         return state.take(ancestors, log_weights, independent=is_independent)
 
     return resampled

@@ -18,11 +18,6 @@ from genrt.numbers import check_float, displayed
 from genrt.populations import Population
 from genrt.tokens import sampling
 
-INFINITE = (
-    "a law of negative power gives some tokens no probability, so their weight is infinite: give a law "
-    "with a positive probability for every token"
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Law:
@@ -48,10 +43,6 @@ class Law:
     ids: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            InvalidRequest: an argument is out of range.
-        """
         object.__setattr__(self, "lm", checks.check_runtime(self.lm))
         object.__setattr__(self, "ids", prompt_tokens(self.lm, self.prompt))
         if not isinstance(self.adapter, str | None):
@@ -107,7 +98,10 @@ def product_of_rows(laws: Sequence[Law], rows: Sequence[Tensor]) -> Tensor:
 def check_finite(log_weights: Sequence[float] | np.ndarray) -> None:
     """Raise InvalidRequest for +inf: a law of negative power has no probability where the others have."""
     if np.isposinf(log_weights).any():
-        raise InvalidRequest(INFINITE)
+        raise InvalidRequest(
+            "a law of negative power gives some tokens no probability, so their weight is infinite: give "
+            "a law with a positive probability for every token"
+        )
 
 
 def product_of_sums(laws: Sequence[Law], log_probabilities: Sequence[float]) -> float:

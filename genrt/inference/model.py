@@ -184,10 +184,9 @@ class State:
         log_weights: float64 ``[N]``, unnormalized, read-only; a dead particle has -inf.
         step: the number of steps made.
         seed: the seed of the run.
-        eve: int64 ``[N]``, the index in the first state of the particle that each one descends from.
+        eve: int64 ``[N]``, the index in the first state of the particle that each one descends from;
+            ``None`` once ancestors were not drawn independently, as error bars need it.
         resamplings: how often the particles were resampled.
-        has_families: whether every resampling drew independent ancestors, so that families of one eve
-            show the variance of estimates.
         ancestors: int64 ``[N]``, the index before the present step of each one's ancestor.
         units: how often the particles were extended: no trace has more units.
         key: the place of a kernel in a step, from which its randomness comes.
@@ -200,9 +199,8 @@ class State:
     log_weights: Floats
     step: int
     seed: int
-    eve: Ancestors = None  # type: ignore[assignment]
+    eve: Ancestors | None = None
     resamplings: int = 0
-    has_families: bool = True
     ancestors: Ancestors = None  # type: ignore[assignment]
     units: int = 0
     key: tuple[int, ...] = ()
@@ -212,13 +210,11 @@ class State:
     @classmethod
     def begin(cls, start: Any, count: int, seed: int) -> Self:
         """Return ``count`` particles of weight 1 at the beginning."""
-        return cls((start,) * count, frozen(np.zeros(count)), 0, seed)
+        return cls((start,) * count, frozen(np.zeros(count)), 0, seed, frozen(np.arange(count)))
 
     def __post_init__(self) -> None:
-        places = frozen(np.arange(len(self.log_weights)))
-        for name in ("eve", "ancestors"):
-            if getattr(self, name) is None:  # particles of no family
-                object.__setattr__(self, name, places)
+        if cast("Any", self.ancestors) is None:
+            object.__setattr__(self, "ancestors", frozen(np.arange(len(self.log_weights))))
 
     @cached_property
     def _summed(self) -> tuple[float, float]:
@@ -277,9 +273,8 @@ class State:
             self,
             particles=tuple([self.particles[each] for each in ancestors.tolist()]),
             log_weights=frozen(log_weights),
-            eve=frozen(self.eve[ancestors]),
+            eve=frozen(self.eve[ancestors]) if independent and self.eve is not None else None,
             resamplings=self.resamplings + resampled,
-            has_families=self.has_families and independent,
             ancestors=frozen(self.ancestors[ancestors]),
         )
 

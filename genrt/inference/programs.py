@@ -189,7 +189,7 @@ class Execution:
         self._lm, self._given = program.lm, program._given
         self._text_model = program._text_model
         self.lm: AsyncLM = _ParticleRuntime(self, program.lm)
-        self._names = set[str]()
+        self._names = set[str | None]()
         self._numbers = count()
         """Of the questions, in the order of their calls."""
         self._answers = {
@@ -291,29 +291,26 @@ class Execution:
             )
         self._check_context("sample", token_ids, adapter)
         self._check_context("sample", proposal)
-        is_given = self._is_given(name)
-        if (recorded := await self._recorded("sample", due=self._has_sampled)) is not None:
+        if (recorded := await self._recorded("sample", name, self._has_sampled)) is not None:
             return int(recorded.outcome)
         self._has_sampled = True
-        if is_given:
+        if name in self._given:
             if temperature != 1:
                 raise InvalidRequest(f"{name} is given, and has a temperature: leave one out")
             most = self._lm.vocab_size - 1
             token_id = check_int(f"the given {name}", self._given[name], 0, most)
             logprob = 0.0
             self._weigh(await self._logprob(token_ids, token_id, mask, adapter))
-        elif proposal is not None:
-            drawn = await self._draw(proposal, mask, 1.0, None)
-            token_id, logprob = drawn.token_id, drawn.logprob
-            if token_id != DEAD:
-                self._weigh(await self._logprob(token_ids, token_id, None, adapter) - logprob)
         else:
-            drawn = await self._draw(token_ids, mask, temperature, adapter)
+            before = (token_ids, adapter) if proposal is None else (proposal, None)
+            drawn = await self._draw(before[0], mask, temperature, before[1])
             token_id, logprob = drawn.token_id, drawn.logprob
-            if mask is not None:
+            if token_id == DEAD:
+                self._weigh(-math.inf)
+            elif proposal is not None:
+                self._weigh(await self._logprob(token_ids, token_id, None, adapter) - logprob)
+            elif mask is not None:
                 self._weigh(drawn.log_mass)
-        if token_id == DEAD:
-            self._weigh(-math.inf)
         self._trace.log_proposal += logprob
         await self._record(_Choice("sample", token_id, name, token_id))
         self._trace.tokens += (token_id,)
@@ -347,8 +344,7 @@ class Execution:
                 ``TextModel``.
         """
         self._check_context("text", token_ids, adapter)
-        is_given = self._is_given(name)
-        if (recorded := await self._recorded("text", due=self._has_sampled)) is not None:
+        if (recorded := await self._recorded("text", name, self._has_sampled)) is not None:
             return cast("Text", recorded.outcome)
         self._has_sampled = True
         if (text := self._grown) is None:
@@ -359,7 +355,7 @@ class Execution:
             options: Any = {"max_tokens": max_tokens, "stop": stop}
             model = self._text_model(prompt, adapter, temperature, constraint, **options)
             start = model.start(prompt)
-            if is_given:
+            if name in self._given:
                 text = await self._given_text(model, start, name)
             else:
                 self._trace.growing = model, start
@@ -466,8 +462,7 @@ class Execution:
         count = len(values)
         if not count:
             raise InvalidRequest("choice got no values: give at least one")
-        is_given = self._is_given(name)
-        if (recorded := await self._recorded("choice")) is not None:
+        if (recorded := await self._recorded("choice", name)) is not None:
             if recorded.outcome >= count:
                 raise _impure("asked for another choice")
             return values[int(recorded.outcome)]
@@ -477,7 +472,7 @@ class Execution:
             drawing, logs = _choice_probabilities(proposal, count)
             if ((logs == -math.inf) & (log_target > -math.inf)).any():
                 raise InvalidRequest("choice got a proposal that cannot draw one of its values")
-        if is_given:
+        if name in self._given:
             given = self._given[name]
             places = [place for place, each in enumerate(values) if _are_equal(each, given)]
             if not places:
@@ -494,25 +489,21 @@ class Execution:
         await self._record(_Choice("choice", index, name, drawn))
         return value
 
-    def _is_given(self, name: str | None) -> bool:
-        """Return whether the draw of this name is given. Raises InvalidRequest if another draw of this
-        execution has the name."""
-        if name is None:
-            return False
-        if name in self._names:
-            raise InvalidRequest(f"two draws are called {name!r}: give each its own name")
-        self._names.add(name)
-        return name in self._given
-
     async def _record(self, choice: _Choice) -> None:
         """Record a draw; one that has ended the particle never returns."""
         if self._trace.log_weight == -math.inf:
             await _pause()
         self._trace.choices.append(choice)
 
-    async def _recorded(self, kind: str, *, due: bool = False) -> _Choice | None:
+    async def _recorded(
+        self, kind: str, name: str | None = None, due: bool = False
+    ) -> _Choice | None:
         """Return the recorded outcome of this draw; ``None`` if it is new, after a pause if one is due.
-        Raises InvalidRequest in another task than the program's, or if it was another draw before."""
+        Raises InvalidRequest in another task than the program's, if it was another draw before, or if
+        another draw of this execution has the name."""
+        if name is not None and name in self._names:
+            raise InvalidRequest(f"two draws are called {name!r}: give each its own name")
+        self._names.add(name)
         if asyncio.current_task() is not self._task:
             raise InvalidRequest(
                 f"{kind} was awaited in another task than the program's, as gather and "

@@ -312,7 +312,7 @@ class Rejection(Sampler):
         share = acceptance_rate(len(kept), drawn, is_enough=len(kept) == wanted) or 1.0
         after = _found(state, kept, np.full(len(kept), math.log(share) + self._bound))
         families = frozen(np.arange(len(kept)))
-        return after.labeled(eve=families, has_families=True, has_evidence=wanted > 1)
+        return after.labeled(eve=families, has_evidence=wanted > 1)
 
     async def _log_chances(self, texts: Sequence[Text]) -> Floats:
         """Return the logarithms of the texts' chances to be accepted."""
@@ -366,7 +366,7 @@ class BestOfN(Sampler):
         alive = np.where(state.log_weights > -math.inf, 0.0, -math.inf)
         scores = alive if self._score is None else await values_at(self._score, state)
         ranked = replace(state, log_weights=frozen(scores))
-        return ranked.labeled(has_evidence=False, has_families=False)
+        return ranked.labeled(has_evidence=False, eve=None)
 
     def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
         """Return all texts. The first one of the highest score alone has a weight."""

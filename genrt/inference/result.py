@@ -244,10 +244,7 @@ class Result:
         figures = list(self._figures())
         names, numbers = (max(map(len, column)) for column in [*zip(*figures, strict=True)][:2])
         lines = [f"{a:<{names}}  {b:>{numbers}}  {note}".rstrip() for a, b, note in figures]
-        rows = []
-        for value, weight, error in self._rows():
-            bar = "" if math.isnan(error) else f" \N{PLUS-MINUS SIGN} {error:.4f}"
-            rows.append((f"{weight:.4f}{bar}", value))
+        rows = self._rows()
         wide = max((len(weight) for weight, _ in rows), default=0)
         lines += ["", f"{'weight':<{wide}}  value" if rows else self._explain_empty()]
         lines += [f"{weight:<{wide}}  {shorten(value, WIDEST)}" for weight, value in rows]
@@ -257,9 +254,9 @@ class Result:
         """Show the result in IPython and Jupyter."""
         printer.text(repr(self) if cycle else str(self))
 
-    def _rows(self) -> list[tuple[str, float, float]]:
-        """Return the heaviest distinct values, each as one printable line, with its weight and the
-        standard error, NaN if unknown; all others together in one row."""
+    def _rows(self) -> list[tuple[str, str]]:
+        """Return the weights of the heaviest distinct values, with their standard errors if known, and
+        each value as one printable line; all others together in one row."""
         places: defaultdict[Any, list[int]] = defaultdict(list)
         for place in np.nonzero(self.weights)[0].tolist():
             places[key_of(self.values[place])].append(place)
@@ -269,12 +266,13 @@ class Result:
         if others := distinct[SHOWN:]:
             named.append((f"({count_of(len(others), 'value')} more)", [*chain(*others)]))
         if len(named) == 1:  # particles that agree show no error, which is not an error of 0
-            return [(named[0][0], 1.0, math.nan)]
-        flags = [np.isin(np.arange(len(weights)), own).astype(float) for _, own in named]
-        return [
-            (name, float(weights[own].sum()), self._error_of(each))
-            for (name, own), each in zip(named, flags, strict=True)
-        ]
+            return [("1.0000", named[0][0])]
+        rows = []
+        for name, own in named:
+            error = self._error_of(np.isin(np.arange(len(weights)), own).astype(float))
+            bar = "" if math.isnan(error) else f" \N{PLUS-MINUS SIGN} {error:.4f}"
+            rows.append((f"{weights[own].sum():.4f}{bar}", name))
+        return rows
 
     def _explain_empty(self) -> str:
         """Say why there is no posterior."""

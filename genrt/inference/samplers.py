@@ -157,7 +157,7 @@ class Sampler:
             state.log_evidence if state.has_evidence else math.nan,
             infos=tuple(infos),
             deaths=Deaths.of(self.model, state),
-            eve=state.eve if state.has_families else None,
+            eve=state.eve,
             resamplings=state.resamplings,
         )
 

@@ -113,7 +113,9 @@ class TextModel:
     """
 
     laws: tuple[Law, ...]
+    eos_token_id: int | None
     ends: Ends
+    has_exact_weights: bool
 
     def __init__(
         self,
@@ -163,13 +165,13 @@ class TextModel:
                 )
             laws = checked_laws(lm)
         else:
-            given: Any = prompt
-            laws = (Law(cast("AsyncLM", lm), given, adapter=adapter, temperature=temperature),)
+            given: Any = lm, prompt
+            laws = (Law(*given, adapter=adapter, temperature=temperature),)
         runtime = laws[0].lm
         self.max_tokens = check_int("max_tokens", max_tokens, 1, 2**31)
         proposer = _proposal_law(laws[0], proposal)
-        for name, function in {"the potential": potential, "the twist": twist}.items():
-            checks.check_callable(name, function, "a function of a Text", optional=True)
+        checks.check_callable("the potential", potential, "a function of a Text", optional=True)
+        checks.check_callable("the twist", twist, "a function of a Text", optional=True)
         for law in laws if proposer is None else (*laws, proposer):
             law.check_length(self.max_tokens)
         eos_token_id: int | None = getattr(runtime.tokenizer, "eos_token_id", None)
@@ -338,7 +340,9 @@ class TextModel:
             rows[:, others] = -math.inf
         return rows
 
-    async def longer(self, traces: Sequence[TextTrace], drawn: Draws) -> list[TextTrace]:
+    async def longer(
+        self, traces: Sequence[TextTrace], drawn: list[tuple[int, float, float]]
+    ) -> list[TextTrace]:
         """Return the texts with one more token each, a unit: token, log mass, and log q."""
         new = await self._token_longer(traces, drawn)
         await self._judge(new)
@@ -383,11 +387,7 @@ class TextModel:
         return new
 
     def _inside(
-        self,
-        before: Sequence[TextTrace],
-        new: Sequence[TextTrace],
-        going: Sequence[int],
-        number: int,
+        self, before: Sequence[TextTrace], new: Sequence[TextTrace], going: list[int], number: int
     ) -> list[int]:
         """Return the places of the texts that are inside a unit after its token ``number``."""
         if self._unit == number:
@@ -720,11 +720,9 @@ def _draw_from_product(
     laws: Sequence[Law], rows: Sequence[Tensor], masks: Tensor | None, seeds: Any
 ) -> sampling.BatchDraw:
     """Draw from the product of laws under masks; a mass is the sum of all allowed weights."""
-    return sampling.draw(
-        product_of_rows(laws, rows),
-        mask=None if masks is None else masks.view(torch.uint8),
-        uniforms=sampling.seeded_uniforms(seeds),
-    )
+    mask = None if masks is None else masks.view(torch.uint8)
+    uniforms = sampling.seeded_uniforms(seeds)
+    return sampling.draw(product_of_rows(laws, rows), mask=mask, uniforms=uniforms)
 
 
 def _packed_tokens(token_ids: Iterable[int | None], count: int) -> Tensor:
