@@ -97,7 +97,7 @@ MISTAKES: dict[str, tuple[Callable[[AsyncLM], Any], type[GenrtError], str]] = {
     "an expectation of what is no number": (
         lambda lm: smc(lm).run_sync(0).expectation(str),  # type: ignore[arg-type]
         InvalidRequest,
-        "expectation takes a function that gives numbers, and this one gave '",
+        "give a function that gives numbers: could not convert",
     ),
     "an engine that is none": (
         lambda lm: genrt.load(engine=lambda: 3),  # type: ignore[arg-type,return-value]

@@ -2,7 +2,8 @@ r"""Inference over texts and programs: a model grows traces, kernels change weig
 
 ``TextModel`` and ``Program`` are the models. ``SMC`` and the other algorithms have ``init(seed)``,
 ``step(state)``, ``run(seed)`` and ``run_sync(seed)``.
-``run`` returns a ``Result``: weighted texts, the evidence, and the records of the steps.
+``run`` returns a ``Result``: weighted texts, the evidence, and the records of the steps. An argument
+that is out of range raises InvalidRequest.
 """
 
 from __future__ import annotations

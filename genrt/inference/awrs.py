@@ -64,10 +64,6 @@ class AWRS:
     rejects: int | None = None
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            InvalidRequest: a number under 2.
-        """
         check_int("accepts", self.accepts, 2, 2**31)
         if self.rejects is not None:
             check_int("rejects", self.rejects, 2, 2**31)
@@ -85,8 +81,8 @@ async def draw_allowed(
 
     Draws are made ahead, as if all were rejected, and checked together: one at first, then as many as
     were rejected so far. Draws after an accepted one are redrawn, so the law is that of single draws. The
-    number of rounds is about the logarithm of the number of draws. For each of the accepted tokens,
-    the wasted checks are at most the rejections before it.
+    number of rounds is about the logarithm of the number of draws. For each of the accepted tokens, the
+    wasted checks are at most the rejections before it.
 
     Args:
         weights: ``[V]``, at least 0, normalized or not; a token of weight 0 is never checked.

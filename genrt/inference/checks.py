@@ -63,16 +63,16 @@ def check_log_weight(value: Any, about: str) -> float:
     number, advice = math.nan, "a log-weight is finite, or -inf"
     if is_truth_value(value):
         advice = "give a log-weight, for a condition 0.0 or -math.inf, or take a constraint"
-    elif isinstance(value, str | bytes):
-        advice = "give a log-weight, a number"
     else:
         try:
+            if isinstance(value, str | bytes):
+                raise TypeError
             # Other libraries' numbers have ``item``, which raises if they hold more than one.
             number = float(value.item() if hasattr(value, "item") else value)
         except (TypeError, ValueError, RuntimeError):
             advice = "give a log-weight, a number"
         except OverflowError:
-            advice = "a log-weight is finite, or -inf"
+            pass
     if number < math.inf:
         return number
     raise InvalidRequest(f"{about} {displayed(value)}: {advice}")
@@ -83,10 +83,10 @@ def check_log_weights(values: Any, count: int, about: str) -> NDArray[np.float64
     Raises InvalidRequest otherwise, which begins with ``about``."""
     try:
         found = _log_weights(values.detach() if isinstance(values, torch.Tensor) else values)
-        if len(found) != count:
-            raise InvalidRequest(f"give {count}, a log-weight for each")
     except InvalidRequest as error:
         raise InvalidRequest(f"{about} {displayed(values)}: {error}") from error
+    if len(found) != count:
+        raise InvalidRequest(f"{about} {displayed(values)}: give {count}, a log-weight for each")
     return found
 
 
@@ -106,13 +106,11 @@ def _log_weights(values: Any) -> NDArray[np.float64]:
 
 
 async def evaluate_potential(name: str, potential: Potential, texts: Sequence[Text]) -> list[float]:
-    """Return the texts' log-weights; equal texts are one call. ``name`` is for messages.
-
-    A plain function is called in another thread, for one text after the other; a coroutine function on
-    the running loop, for all texts at once; a ``batched`` one once for all. The first exception is
-    raised. After it, or a cancellation, no call continues, except a plain one that already runs. Raises
-    InvalidRequest for a log-weight that is not a number, NaN or +inf.
-    """
+    """Return the texts' log-weights; equal texts are one call. ``name`` is for messages. A plain function
+    is called in another thread, for one text after the other; a coroutine function on the running loop,
+    for all texts at once; a ``batched`` one once for all. The first exception is raised. After it, or a
+    cancellation, no call continues, except a plain one that already runs. Raises InvalidRequest for a
+    log-weight that is not a number, NaN or +inf."""
     distinct = list(dict.fromkeys(texts))
     answers: dict[int, Any] = {}
     if isinstance(potential, BatchPotential) and distinct:
@@ -133,10 +131,8 @@ async def evaluate_potential(name: str, potential: Potential, texts: Sequence[Te
 def constraint_start(lm: AsyncLM, constraint: Any) -> ConstraintState | CheckedState:
     """Return a constraint's state before any text. Raises InvalidRequest if it is not a constraint, or is
     one over another vocabulary than the runtime's."""
-    start = None
-    is_type = isinstance(constraint, type)
-    if isinstance(constraint, Constraint) and not is_type and callable(constraint.start):
-        start = constraint.start()
+    is_one = isinstance(constraint, Constraint) and not isinstance(constraint, type)
+    start = constraint.start() if is_one and callable(constraint.start) else None
     if not isinstance(start, ConstraintState | CheckedState):
         raise InvalidRequest(
             f"the constraint is a {type(constraint).__name__}: give one of genrt.constraints, such as "

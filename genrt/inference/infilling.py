@@ -44,7 +44,6 @@ def infilling(
         constraint: the gaps that count; without one, all texts without special tokens.
 
     Raises:
-        InvalidRequest: an argument is out of range.
         ContextTooLong: prefix, gap and suffix exceed ``lm.max_model_len``.
     """
     before = prompt_tokens(check_runtime(lm), prefix, name="the prefix")

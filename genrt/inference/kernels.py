@@ -80,12 +80,8 @@ def extend(model: Model, *, pinned: Trace | None = None) -> Kernel:
             log_weights[places] += gains
             for place, trace in zip(places, longer, strict=True):
                 particles[place] = trace
-        return replace(
-            state,
-            particles=tuple(particles),
-            log_weights=frozen(log_weights),
-            units=state.units + 1,
-        )
+        after = replace(state, particles=tuple(particles), log_weights=frozen(log_weights))
+        return after.labeled(units=state.units + 1)
 
     return extended_by
 
@@ -102,13 +98,10 @@ def resample(
 
     Args:
         scheme: how ancestors are drawn; ``partial`` keeps the weights of most particles. Or your own.
-        below: resample if the effective sample size is under this share of the particles: 0 never
-            does, 1 does whenever weights differ. Or a rule of your own.
+        below: resample if the effective sample size is under this share of the particles: 0 never does, 1
+            does whenever weights differ. Or a rule of your own.
         count: so many particles afterwards, whatever the weights; not for ``partial``.
         pinned: particle 0 is its own ancestor, and the others are drawn independently.
-
-    Raises:
-        InvalidRequest: an argument is out of range; later, a scheme or a rule returned something wrong.
     """
     if not callable(below) and not 0 <= check_float("the share to resample below", below) <= 1:
         raise InvalidRequest(
@@ -137,7 +130,9 @@ def resample(
         if pinned:  # the others as they were drawn, before they were sorted
             ancestors = rng.permutation(ancestors)
             ancestors[0] = 0
-        is_independent = scheme is multinomial and not pinned and len(ancestors) == len(state.eve)
+        is_independent = (
+            scheme is multinomial and not pinned and len(ancestors) == len(state.particles)
+        )
         return state.take(ancestors, log_weights, independent=is_independent)
 
     return resampled
@@ -157,7 +152,6 @@ def reweight(log_ratio: LogTarget) -> Kernel:
 def move(model: Model, *, target: LogTarget | None = None, whole: bool = False) -> Kernel:
     """Return the kernel that makes a Metropolis-Hastings move of every particle alive: it cuts the trace
     before a unit, drawn uniformly, grows another suffix, and takes it by the usual ratio. Weights stay.
-
     Traces grow to as many units as the state's steps have extended them by, or to their end, so that a
     move leaves the target of the step as it is.
 
@@ -330,14 +324,14 @@ async def values_of(function: LogTarget, traces: Sequence[Any]) -> Floats:
 
 
 def _is_due(state: State, below: float | Rule) -> bool:
-    if callable(below):
-        answer: Any = below(state)
-        if not isinstance(answer, bool | np.bool_ | int):
-            raise InvalidRequest(
-                f"the rule gave a {type(answer).__name__}: give a rule that returns True or False"
-            )
-        return bool(answer)
-    return state.ess < below * len(state.particles)
+    if not callable(below):
+        return state.ess < below * len(state.particles)
+    answer: Any = below(state)
+    if not isinstance(answer, bool | np.bool_ | int):
+        raise InvalidRequest(
+            f"the rule gave a {type(answer).__name__}: give a rule that returns True or False"
+        )
+    return bool(answer)
 
 
 def _checked_ancestors(chosen: Any, state: State, size: int | None) -> tuple[Any, Floats]:

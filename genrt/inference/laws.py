@@ -12,15 +12,11 @@ from torch import Tensor
 from genrt.constraints.protocols import prompt_tokens
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.inference import checks
+from genrt.inference.texts import TextTrace
 from genrt.lm import AsyncLM
 from genrt.numbers import check_float, displayed
 from genrt.populations import Population
 from genrt.tokens import sampling
-
-INFINITE = (
-    "a law of negative power gives some tokens no probability, so their weight is infinite: give a law "
-    "with a positive probability for every token"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +43,6 @@ class Law:
     ids: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            InvalidRequest: an argument is out of range.
-        """
         object.__setattr__(self, "lm", checks.check_runtime(self.lm))
         object.__setattr__(self, "ids", prompt_tokens(self.lm, self.prompt))
         if not isinstance(self.adapter, str | None):
@@ -81,14 +73,13 @@ class Law:
                 "bytes"
             )
 
-    def population(
-        self, texts: Sequence[tuple[int, ...]], prompts: Sequence[tuple[int, ...] | None]
-    ) -> Population:
+    def population(self, traces: Sequence[TextTrace]) -> Population:
         """Return a population with these texts, each after a prompt of its own or the law's."""
-        if not any(texts) and not any(prompts):
-            return self.lm.population(self.ids, len(texts), adapter=self.adapter)
-        begun = [self.ids if each is None else each for each in prompts]
-        contexts = [prompt + text for prompt, text in zip(begun, texts, strict=True)]
+        if not any(each.count or each.prompt for each in traces):
+            return self.lm.population(self.ids, len(traces), adapter=self.adapter)
+        prompts = [self.ids if each.prompt is None else each.prompt for each in traces]
+        texts = [each.token_ids if each.count else () for each in traces]
+        contexts = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
         return self.lm.population(contexts, adapter=self.adapter)
 
 
@@ -107,7 +98,10 @@ def product_of_rows(laws: Sequence[Law], rows: Sequence[Tensor]) -> Tensor:
 def check_finite(log_weights: Sequence[float] | np.ndarray) -> None:
     """Raise InvalidRequest for +inf: a law of negative power has no probability where the others have."""
     if np.isposinf(log_weights).any():
-        raise InvalidRequest(INFINITE)
+        raise InvalidRequest(
+            "a law of negative power gives some tokens no probability, so their weight is infinite: give "
+            "a law with a positive probability for every token"
+        )
 
 
 def product_of_sums(laws: Sequence[Law], log_probabilities: Sequence[float]) -> float:

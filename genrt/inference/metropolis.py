@@ -65,9 +65,6 @@ class MetropolisHastings(Sampler):
             num_steps: the moves of each chain; step 0 draws their first texts.
             warm_up: the first moves, which the result leaves out; less than ``num_steps``.
             attempts: the most texts to draw for a chain's first one.
-
-        Raises:
-            InvalidRequest: an argument is out of range.
         """
         count = check_int("num_chains", num_chains, 1, 2**31)
         super().__init__(model, self._one_step, num_particles=count)
@@ -129,10 +126,8 @@ class MetropolisHastings(Sampler):
 
 class ParticleGibbs(MetropolisHastings):
     """Chains whose moves are conditional SMC: N particles, the present text among them; the next text is
-    drawn from their weights (Andrieu, Doucet & Holenstein 2010).
-
-    Where moves of suffixes get stuck, such as under a potential of whole texts, this mixes with the
-    number of particles.
+    drawn from their weights (Andrieu, Doucet & Holenstein 2010). Where moves of suffixes get stuck, such
+    as under a potential of whole texts, this mixes with the number of particles.
 
     ::
 
@@ -148,9 +143,6 @@ class ParticleGibbs(MetropolisHastings):
                 beginning changes with few particles, too (Lindsten, Jordan & Schön 2014). For a
                 ``TextModel``. A text of T tokens costs up to N scores a step; under a constraint, with
                 powers or several laws up to N T^2 / 2 more rows and masks.
-
-        Raises:
-            InvalidRequest: an argument is out of range.
         """
         super().__init__(
             model, num_chains=num_chains, num_steps=num_steps, warm_up=warm_up, attempts=attempts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -38,9 +37,8 @@ def model_seed(sequence: np.random.SeedSequence) -> int:
 @dataclass(slots=True, eq=False, repr=False)
 class Trace:
     """One text, or one execution of a program, so far: a value, which shares its beginning with others.
-
-    A trace is its last unit and the trace before it. A model's own traces are a subclass, with the data
-    that the next unit needs.
+    It is its last unit and the trace before it; a model's own traces are a subclass, with the data that
+    the next unit needs.
 
     Attributes:
         before: the trace without its last unit; ``None`` at the beginning.
@@ -169,10 +167,9 @@ async def extended(model: Model, traces: Sequence[Any], seed: int) -> tuple[list
             f"the model made {len(longer)} of {len(traces)} traces: return one for each"
         )
     gains = np.array([each.gain for each in longer])
-    if not (gains < math.inf).all():
-        wrong = gains[~(gains < math.inf)][0]
+    if (wrong := gains[~(gains < math.inf)]).size:
         raise InvalidRequest(
-            f"the model says that a trace gained {wrong}: log-weights are finite, or -inf"
+            f"the model says that a trace gained {wrong[0]}: log-weights are finite, or -inf"
         )
     return longer, gains
 
@@ -187,10 +184,9 @@ class State:
         log_weights: float64 ``[N]``, unnormalized, read-only; a dead particle has -inf.
         step: the number of steps made.
         seed: the seed of the run.
-        eve: int64 ``[N]``, the index in the first state of the particle that each one descends from.
+        eve: int64 ``[N]``, the index in the first state of the particle that each one descends from;
+            ``None`` once ancestors were not drawn independently, as error bars need it.
         resamplings: how often the particles were resampled.
-        has_families: whether every resampling drew independent ancestors, so that families of one eve
-            show the variance of estimates.
         ancestors: int64 ``[N]``, the index before the present step of each one's ancestor.
         units: how often the particles were extended: no trace has more units.
         key: the place of a kernel in a step, from which its randomness comes.
@@ -203,9 +199,8 @@ class State:
     log_weights: Floats
     step: int
     seed: int
-    eve: Ancestors = None  # type: ignore[assignment]
+    eve: Ancestors | None = None
     resamplings: int = 0
-    has_families: bool = True
     ancestors: Ancestors = None  # type: ignore[assignment]
     units: int = 0
     key: tuple[int, ...] = ()
@@ -215,13 +210,11 @@ class State:
     @classmethod
     def begin(cls, start: Any, count: int, seed: int) -> Self:
         """Return ``count`` particles of weight 1 at the beginning."""
-        return cls((start,) * count, frozen(np.zeros(count)), 0, seed)
+        return cls((start,) * count, frozen(np.zeros(count)), 0, seed, frozen(np.arange(count)))
 
     def __post_init__(self) -> None:
-        places = frozen(np.arange(len(self.log_weights)))
-        for name in ("eve", "ancestors"):
-            if getattr(self, name) is None:  # particles of no family
-                object.__setattr__(self, name, places)
+        if cast("Any", self.ancestors) is None:
+            object.__setattr__(self, "ancestors", frozen(np.arange(len(self.log_weights))))
 
     @cached_property
     def _summed(self) -> tuple[float, float]:
@@ -250,7 +243,7 @@ class State:
 
     @property
     def done(self) -> bool:
-        """True if no particle is alive and unfinished."""
+        """Whether no particle is alive and unfinished."""
         return not self.unfinished
 
     def at(self, *key: int) -> State:
@@ -280,9 +273,8 @@ class State:
             self,
             particles=tuple([self.particles[each] for each in ancestors.tolist()]),
             log_weights=frozen(log_weights),
-            eve=frozen(self.eve[ancestors]),
+            eve=frozen(self.eve[ancestors]) if independent and self.eve is not None else None,
             resamplings=self.resamplings + resampled,
-            has_families=self.has_families and independent,
             ancestors=frozen(self.ancestors[ancestors]),
         )
 
@@ -310,16 +302,9 @@ class Deaths:
         elif ends is None or not ends.never:
             longest -= 1  # the last step draws only an end
         dead = [state.particles[place] for place in np.nonzero(state.log_weights == -math.inf)[0]]
-        return cls(
-            **Counter(
-                "potential"
-                if each.finished
-                else "max_tokens"
-                if len(each.token_ids) >= longest
-                else "dead_ends"
-                for each in dead
-            )
-        )
+        ruled_out = sum(each.finished for each in dead)
+        cut = sum(not each.finished and len(each.token_ids) >= longest for each in dead)
+        return cls(cut, len(dead) - ruled_out - cut, ruled_out)
 
     def __str__(self) -> str:
         counts = {
@@ -338,9 +323,7 @@ class Info:
         step: its number, from 0.
         resampled: whether it began by resampling.
         ancestors: int64 ``[N]``, the index in the step before of the particle that each one grew from.
-        token_ids: int64 ``[N, longest]``, the tokens that each one drew, the end token included, then -1;
-            no token for a particle that was not extended or found no token, or if its program drew
-            another value.
+        token_ids: int64 ``[N, longest]``, the tokens that each one drew, the end token included, then -1.
         log_increments: float64 ``[N]``, the gain of each log-weight by the units that extended its
             ancestor: 0 for a particle that was not extended, or moved; -inf for one that died.
         log_weights: float64 ``[N]``, after the step.

@@ -22,7 +22,7 @@ or to its end. A ``text`` has a step for each token. The guide to programs has t
 A coroutine cannot be copied. So a particle is a list of choices and answers: one child continues where
 its parent stopped; the others first replay the record, without questions to the model, and their contexts
 then become forks of the parent's. A copy inside a ``text`` replays nothing before its end. A replay must
-repeat the kinds of the draws, and the questions.
+repeat the kinds of the draws and of the questions, in order.
 
 Goodman & Stuhlmüller (2014), *The design and implementation of probabilistic programming languages*
 (particle filters by replay).
@@ -33,12 +33,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
-import hashlib
 import inspect
 import math
 import types
 import weakref
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Generator, Hashable, Mapping, Sequence, Set
 from itertools import count
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, cast
@@ -74,12 +73,6 @@ Weights: TypeAlias = Sequence[float] | NDArray[np.floating[Any]] | torch.Tensor
 Computed: TypeAlias = Sequence[Context | None]
 """Forks of an execution's contexts; ``None`` for a closed one."""
 
-AnswerKey: TypeAlias = tuple[bytes, int]
-"""A digest of a question, and the number of its calls."""
-
-Growing: TypeAlias = tuple[TextModel, TextTrace]
-"""A text that an execution draws."""
-
 Live: TypeAlias = "tuple[Execution, Coroutine[Any, Any, Any]]"
 """An execution that can go on."""
 
@@ -96,14 +89,7 @@ MOST_TEXT_MODELS = 16
 
 
 class _Choice(NamedTuple):
-    """A recorded draw.
-
-    Attributes:
-        kind: the method that drew.
-        outcome: the token, the text, the number, or the index of the value.
-        name: the name of the draw, if it has one.
-        drawn: the value of a draw with a name.
-    """
+    """A recorded draw: its method; the token, text, number or index; the name, and the value then."""
 
     kind: str
     outcome: Any
@@ -117,11 +103,11 @@ def _record_questions(kind: Any) -> Any:
     def recorded(name: str, method: Any) -> Any:
         @functools.wraps(method)
         def ask(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-            asked = functools.partial(method, getattr(self, "of_program", self))
+            asked = functools.partial(method, getattr(self, "of_program", self), *args)
             execution = self._asking()
             if execution is None:  # it makes no step
-                return asked(*args, **kwargs)
-            return execution._question(name, self._about(), asked, args, kwargs)
+                return asked(**kwargs)
+            return execution._question(name, asked, kwargs)
 
         return ask
 
@@ -142,9 +128,6 @@ class ParticleContext(Context):
     def _asking(self) -> Execution | None:
         return self._execution if self._execution._task is not None else None
 
-    def _about(self) -> Hashable:
-        return self.adapter, hash(tuple(self.token_ids))
-
     def _belong(self, execution: Execution) -> Self:
         self._execution = execution
         execution._contexts.append(weakref.ref(self))
@@ -153,12 +136,11 @@ class ParticleContext(Context):
     async def advance(
         self, token_ids: TokenIds, *, temperature: float = 1.0, timeout: float | None = None
     ) -> torch.Tensor:
-        length, ask = len(self), functools.partial(Context.advance, self)
+        length, ask = len(self), functools.partial(Context.advance, self, token_ids)
         options: Any = {"temperature": temperature, "timeout": timeout}
         if (execution := self._asking()) is None:
-            return await ask(token_ids, **options)
-        own = "advance", self._about(), ask, (token_ids,), options
-        found: torch.Tensor = await execution._question(*own)
+            return await ask(**options)
+        found: torch.Tensor = await execution._question("advance", ask, options)
         if len(self) == length:  # a recorded answer
             self.extend(token_ids)
         return found
@@ -182,9 +164,6 @@ class _ParticleRuntime(AsyncLM):
         execution = self._execution()
         return None if execution is None or execution._task is None else execution
 
-    def _about(self) -> Hashable:
-        return "lm"
-
     def context(self, prompt: str | TokenIds | Context, *, adapter: str | None = None) -> Context:
         """Return a context of the program, as ``Execution.context`` does."""
         if (execution := self._asking()) is None:
@@ -193,11 +172,9 @@ class _ParticleRuntime(AsyncLM):
 
     def stream(self, *_: Any, **__: Any) -> Stream:
         """Refuse to stream in a program."""
-        raise InvalidRequest("a program cannot record a stream: await p.lm.generate(…)")
+        raise InvalidRequest("a program cannot record a stream: await p.lm.generate(…) or chat(…)")
 
-    def stream_chat(self, *_: Any, **__: Any) -> Stream:
-        """Refuse to stream in a program."""
-        raise InvalidRequest("a program cannot record a stream: await p.lm.chat(…)")
+    stream_chat = stream
 
 
 class Execution:
@@ -212,10 +189,12 @@ class Execution:
         self._lm, self._given = program.lm, program._given
         self._text_model = program._text_model
         self.lm: AsyncLM = _ParticleRuntime(self, program.lm)
-        self._names = set[str]()
-        self._times = Counter[bytes]()
-        """How often each question was asked."""
-        self._answers = dict([pair for each in trace.path() for pair in each.answers])
+        self._names = set[str | None]()
+        self._numbers = count()
+        """Of the questions, in the order of their calls."""
+        self._answers = {
+            number: answer for each in trace.path() for number, *answer in each.answers
+        }
         self._contexts: list[weakref.ref[ParticleContext]] = []
         self._computed = computed
         self._to_replay = deque(trace._recorded())
@@ -229,69 +208,51 @@ class Execution:
         which it paused. It adds to the trace."""
         self._trace, self._answered = trace, trace.answers
         self._seed, self._place, self._grown = seed, place, text
-        self._rng: np.random.Generator | None = None
+        self._rng = functools.cache(functools.partial(np.random.default_rng, (seed, place)))
         self._task = asyncio.current_task()
-        self._has_sampled = False
-        self._has_drawn = False
-        self._has_weighed = False
-        """Whether the weight has changed since the last draw of this step."""
+        self._has_sampled = self._has_drawn = self._has_weighed = False
+        """In this step; weighed: since the last draw."""
         self._seeds = count(1)
 
-    @property
-    def _is_dead(self) -> bool:
-        return bool(self._trace.log_weight == -math.inf)
-
     def _question(
-        self,
-        name: str,
-        about: Hashable,
-        ask: Callable[..., Coroutine[Any, Any, Any]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, name: str, ask: Callable[..., Coroutine[Any, Any, Any]], kwargs: dict[str, Any]
     ) -> Coroutine[Any, Any, Any]:
-        """Return the recorded answer to a question, or else its answer, which is recorded. Equal
-        questions are told apart by the order of their calls."""
+        """Return the recorded answer to a question, or else its answer, which is recorded."""
         is_seeded = name not in SEEDED or kwargs.get("seed") is not None
         if asyncio.current_task() is not self._task:  # a replay cannot repeat the order of tasks
             if is_seeded:
-                return ask(*args, **kwargs)
+                return ask(**kwargs)
             raise InvalidRequest(
                 f"{name} was called in another task than the program's: call it in the program itself, "
                 "and gather the calls, or give it a seed"
             )
-        asked = repr((name, about, _comparable(args), _comparable(kwargs)))
-        digest = hashlib.blake2b(asked.encode(), digest_size=16).digest()
-        self._times[digest] += 1
-        key = digest, self._times[digest]
-        if not is_seeded and key not in self._answers:
+        number = next(self._numbers)
+        if not is_seeded and number not in self._answers:
             sequence = np.random.SeedSequence((self._seed, self._place, next(self._seeds)))
             kwargs["seed"] = model_seed(sequence)
-        return self._answer(key, name, functools.partial(ask, *args, **kwargs))
+        return self._answer(number, name, functools.partial(ask, **kwargs))
 
-    async def _answer(self, key: AnswerKey, name: str, ask: Callable[[], Any]) -> Any:
-        if key in self._answers:
-            found = _copied(self._answers[key])
+    async def _answer(self, number: int, name: str, ask: Callable[[], Any]) -> Any:
+        kind, found = self._answers.get(number, ("", None))
+        if kind == name:
             if isinstance(found, GenrtError):
                 raise found.fresh()
-            return found
-        if not self._is_live:
+            return _copied(found)
+        if kind or not self._is_live:
             raise _impure(f"asked for another {name}")
         try:
             found = await ask()
         except GenrtError as error:
-            self._answered.append((key, error))  # the program may go on
+            self._answered.append((number, name, error))  # the program may go on
             raise
-        self._answered.append((key, _copied(found)))
+        self._answered.append((number, name, _copied(found)))
         return found
 
     def context(
         self, prompt: str | TokenIds | Context, *, adapter: str | None = None
     ) -> ParticleContext:
         """Return a sequence of this particle that begins with a prompt, as ``AsyncLM.context`` does.
-
-        ``sample`` after it is as fast as a ``TextModel``. When the particle is copied, the copy's
-        contexts share all that was computed.
-        """
+        When the particle is copied, the copy's contexts share all that was computed."""
         made = begin_context(self._lm._contexts, prompt, adapter, ParticleContext)
         return made._belong(self)
 
@@ -305,24 +266,22 @@ class Execution:
         proposal: TokenIds | Context | None = None,
         name: str | None = None,
     ) -> int:
-        """Draw a token from the row after ``token_ids`` or a context of ``p.context``, which stays as it
-        is.
+        """Draw a token from the row after ``token_ids`` or a context of ``p.context``, which stays as
+        it is.
 
         Args:
             mask: the tokens that may be drawn, as ``AsyncLM.draw`` takes them. The log-weight gains the
-                log-probability of all of them; without any the particle dies. After a context, the masks
-                of all particles' states are computed together.
-            temperature: of the row; other than 1, the tempered row is the law. Not with a mask,
-                because the mask's mass belongs to the row.
+                log-probability of all of them; without any the particle dies.
+            temperature: of the row; other than 1, the tempered row is the law. Not with a mask or a
+                proposal, whose weights belong to the row.
             adapter: by name; a context has its own.
             proposal: token ids or a context; the row after them draws instead, and the log-weight gains
-                log p - log q of the token. Not with a temperature.
+                log p - log q of the token.
             name: names the draw, so that ``Program(given=…)`` can fix its token.
 
         Raises:
-            InvalidRequest: a temperature with a mask or a proposal, a call in another task than the
-                program's, another context than ``p.context`` makes, or an argument that ``AsyncLM.draw``
-                refuses.
+            InvalidRequest: a call in another task than the program's, another context than
+                ``p.context`` makes, or a wrong argument.
             ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.draw``.
         """
         temperature = checks.check_temperature(temperature)
@@ -332,29 +291,26 @@ class Execution:
             )
         self._check_context("sample", token_ids, adapter)
         self._check_context("sample", proposal)
-        is_given = self._is_given(name)
-        if (recorded := await self._recorded("sample", due=self._has_sampled)) is not None:
+        if (recorded := await self._recorded("sample", name, self._has_sampled)) is not None:
             return int(recorded.outcome)
         self._has_sampled = True
-        if is_given:
+        if name in self._given:
             if temperature != 1:
                 raise InvalidRequest(f"{name} is given, and has a temperature: leave one out")
             most = self._lm.vocab_size - 1
             token_id = check_int(f"the given {name}", self._given[name], 0, most)
             logprob = 0.0
             self._weigh(await self._logprob(token_ids, token_id, mask, adapter))
-        elif proposal is not None:
-            drawn = await self._draw(proposal, mask, 1.0, None)
-            token_id, logprob = drawn.token_id, drawn.logprob
-            if token_id != DEAD:
-                self._weigh(await self._logprob(token_ids, token_id, None, adapter) - logprob)
         else:
-            drawn = await self._draw(token_ids, mask, temperature, adapter)
+            before = (token_ids, adapter) if proposal is None else (proposal, None)
+            drawn = await self._draw(before[0], mask, temperature, before[1])
             token_id, logprob = drawn.token_id, drawn.logprob
-            if mask is not None:
+            if token_id == DEAD:
+                self._weigh(-math.inf)
+            elif proposal is not None:
+                self._weigh(await self._logprob(token_ids, token_id, None, adapter) - logprob)
+            elif mask is not None:
                 self._weigh(drawn.log_mass)
-        if token_id == DEAD:
-            self._weigh(-math.inf)
         self._trace.log_proposal += logprob
         await self._record(_Choice("sample", token_id, name, token_id))
         self._trace.tokens += (token_id,)
@@ -384,12 +340,11 @@ class Execution:
             name: names the text, so that ``Program(given=…)`` can fix it.
 
         Raises:
-            InvalidRequest: an argument that a ``TextModel`` refuses; otherwise as ``sample``.
-            ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``sample``.
+            InvalidRequest, ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``sample`` and
+                ``TextModel``.
         """
         self._check_context("text", token_ids, adapter)
-        is_given = self._is_given(name)
-        if (recorded := await self._recorded("text", due=self._has_sampled)) is not None:
+        if (recorded := await self._recorded("text", name, self._has_sampled)) is not None:
             return cast("Text", recorded.outcome)
         self._has_sampled = True
         if (text := self._grown) is None:
@@ -397,9 +352,10 @@ class Execution:
                 prompt, adapter = tuple(token_ids.token_ids), token_ids.adapter
             else:
                 prompt = prompt_tokens(self._lm, token_ids, name="token_ids")
-            model = self._text_model(prompt, max_tokens, stop, constraint, temperature, adapter)
+            options: Any = {"max_tokens": max_tokens, "stop": stop}
+            model = self._text_model(prompt, adapter, temperature, constraint, **options)
             start = model.start(prompt)
-            if is_given:
+            if name in self._given:
                 text = await self._given_text(model, start, name)
             else:
                 self._trace.growing = model, start
@@ -440,21 +396,16 @@ class Execution:
         self, token_ids: TokenIds | Context, token_id: int, mask: Mask | None, adapter: str | None
     ) -> float:
         """Return the log-probability of a token, -inf if a mask forbids it."""
-        if mask is not None:
-            words = packed_words(mask, self._lm.vocab_size).numpy()
-            if not has_bit(words, token_id):
-                return -math.inf
+        words = None if mask is None else packed_words(mask, self._lm.vocab_size).numpy()
+        if words is not None and not has_bit(words, token_id):
+            return -math.inf
         return (await self._draw(token_ids, [token_id], 1.0, adapter)).log_mass
 
     def condition(
         self, token_ids: TokenIds | Context, continuation: TokenIds, *, adapter: str | None = None
     ) -> Coroutine[Any, Any, None]:
         """Observe that ``continuation`` follows ``token_ids``, or a context: the log-weight gains its
-        log-probability. The context stays as it is. Await it.
-
-        Raises:
-            InvalidRequest, ContextTooLong, UnknownAdapter, EngineFailed, Closed: as ``AsyncLM.score``.
-        """
+        log-probability. The context stays as it is. Await it. Raises as ``AsyncLM.score``."""
         self._check_context("condition", token_ids, adapter)
         if isinstance(token_ids, Context):
             scores = token_ids.score(continuation)
@@ -467,11 +418,8 @@ class Execution:
         return condition()
 
     def observe(self, log_weight: float) -> None:
-        """Add to the particle's log-weight; -inf ends the particle at its next draw.
-
-        Raises:
-            InvalidRequest: NaN, +inf, or not a number.
-        """
+        """Add to the particle's log-weight; -inf ends the particle at its next draw. Raises
+        InvalidRequest for NaN, +inf, or no number."""
         number = checks.check_log_weight(log_weight, "observe was given")
         if self._is_live and self._trace is not None:  # a task of the program's may be late
             self._weigh(number)
@@ -481,14 +429,10 @@ class Execution:
         self._has_weighed = self._has_drawn
 
     async def uniform(self) -> float:
-        """Draw a number uniformly from [0, 1).
-
-        Raises:
-            InvalidRequest: awaited in another task than the program's.
-        """
+        """Draw a number uniformly from [0, 1)."""
         if (recorded := await self._recorded("uniform")) is not None:
             return float(recorded.outcome)
-        drawn = float(self._generator().random())
+        drawn = float(self._rng().random())
         await self._record(_Choice("uniform", drawn))
         return drawn
 
@@ -503,13 +447,13 @@ class Execution:
         """Draw one of the values, uniformly, or in proportion to the exponentials of ``log_weights``.
 
         Args:
-            proposal: other log-weights, which draw instead; the particle's log-weight gains log p - log q
-                of the value.
+            proposal: other log-weights, which draw instead; the particle's log-weight gains log p - log
+                q of the value.
             name: names the draw, so that ``Program(given=…)`` can fix its value.
 
         Raises:
-            InvalidRequest: there are no values, or values without an order; not as many log-weights,
-                all of them -inf, or one NaN or +inf; awaited in another task than the program's.
+            InvalidRequest: no values, or values without an order; not as many log-weights, all of them
+                -inf, or one NaN or +inf.
         """
         if isinstance(values, Mapping | Set) or not hasattr(values, "__getitem__"):
             raise InvalidRequest(
@@ -518,57 +462,48 @@ class Execution:
         count = len(values)
         if not count:
             raise InvalidRequest("choice got no values: give at least one")
-        is_given = self._is_given(name)
-        if (recorded := await self._recorded("choice")) is not None:
+        if (recorded := await self._recorded("choice", name)) is not None:
             if recorded.outcome >= count:
                 raise _impure("asked for another choice")
             return values[int(recorded.outcome)]
-        shares = None if log_weights is None else _choice_probabilities(log_weights, count)
-        proposed = shares
+        drawing, log_target = _choice_probabilities(log_weights, count)
+        logs = log_target
         if proposal is not None:
-            proposed = _choice_probabilities(proposal, count)
-            if (proposed[shares > 0 if shares is not None else ...] == 0).any():
+            drawing, logs = _choice_probabilities(proposal, count)
+            if ((logs == -math.inf) & (log_target > -math.inf)).any():
                 raise InvalidRequest("choice got a proposal that cannot draw one of its values")
-        if is_given:
-            places = _places_of(self._given[name], values, name)
+        if name in self._given:
+            given = self._given[name]
+            places = [place for place, each in enumerate(values) if _are_equal(each, given)]
+            if not places:
+                raise InvalidRequest(f"{name} was given {given!r}, which is not one of its values")
             index = places[0]
-            self._weigh(float(np.logaddexp.reduce([_log_share(shares, i, count) for i in places])))
+            self._weigh(float(np.logaddexp.reduce(log_target[places])))
         else:
-            index = int(self._generator().choice(count, p=proposed))
-            logprob = _log_share(proposed, index, count)
+            index = int(self._rng().choice(count, p=drawing))
             if proposal is not None:
-                self._weigh(_log_share(shares, index, count) - logprob)
-            self._trace.log_proposal += logprob
+                self._weigh(float(log_target[index] - logs[index]))
+            self._trace.log_proposal += float(logs[index])
         value = values[index]
         drawn = None if name is None else _copied(value)
         await self._record(_Choice("choice", index, name, drawn))
         return value
 
-    def _generator(self) -> np.random.Generator:
-        """Return the generator of this step's choices."""
-        if self._rng is None:
-            self._rng = np.random.default_rng((self._seed, self._place))
-        return self._rng
-
-    def _is_given(self, name: str | None) -> bool:
-        """Return whether the draw of this name is given. Raises InvalidRequest if another draw of this
-        execution has the name."""
-        if name is None:
-            return False
-        if name in self._names:
-            raise InvalidRequest(f"two draws are called {name!r}: give each its own name")
-        self._names.add(name)
-        return name in self._given
-
     async def _record(self, choice: _Choice) -> None:
         """Record a draw; one that has ended the particle never returns."""
-        if self._is_dead:
+        if self._trace.log_weight == -math.inf:
             await _pause()
         self._trace.choices.append(choice)
 
-    async def _recorded(self, kind: str, *, due: bool = False) -> _Choice | None:
+    async def _recorded(
+        self, kind: str, name: str | None = None, due: bool = False
+    ) -> _Choice | None:
         """Return the recorded outcome of this draw; ``None`` if it is new, after a pause if one is due.
-        Raises InvalidRequest in another task than the program's, or if it was another draw before."""
+        Raises InvalidRequest in another task than the program's, if it was another draw before, or if
+        another draw of this execution has the name."""
+        if name is not None and name in self._names:
+            raise InvalidRequest(f"two draws are called {name!r}: give each its own name")
+        self._names.add(name)
         if asyncio.current_task() is not self._task:
             raise InvalidRequest(
                 f"{kind} was awaited in another task than the program's, as gather and "
@@ -585,10 +520,12 @@ class Execution:
             self._is_live = True
             for own, equal in zip(self._contexts, self._computed, strict=False):
                 context = own()
-                if context is not None and equal is not None and _are_same(context, equal):
+                if context is None or equal is None or context.adapter != equal.adapter:
+                    continue
+                if context.token_ids == equal.token_ids:
                     take_over(context, equal)
             self._computed = ()
-        elif due or self._has_weighed or self._is_dead:
+        elif due or self._has_weighed or self._trace.log_weight == -math.inf:
             await self._stop(kind)
         self._has_drawn = True
         return None
@@ -614,47 +551,10 @@ def _impure(found: str) -> InvalidRequest:
     )
 
 
-def _are_same(first: Context, second: Context) -> bool:
-    """Return whether two contexts have the same tokens and adapter."""
-    return first.adapter == second.adapter and first.token_ids == second.token_ids
-
-
-def _comparable(value: Any) -> Any:
-    """Return an immutable value that is equal for equal data. An object without an equality of its own
-    counts by its type: a program that runs again makes another one."""
-    if isinstance(value, np.ndarray | torch.Tensor):
-        return type(value), tuple(value.shape), repr(value.tolist())
-    if isinstance(value, Mapping):
-        return type(value), tuple(map(_comparable, value.items()))
-    if isinstance(value, list | tuple):
-        return type(value), tuple(map(_comparable, value))
-    if isinstance(value, set | frozenset):
-        return type(value), frozenset(map(_comparable, value))
-    if isinstance(value, float):
-        return repr(value)  # NaN is equal to itself here
-    kind: Any = type(value)
-    if kind.__eq__ is object.__eq__ or kind.__hash__ is None:
-        return kind
-    return value
-
-
-def _log_share(shares: Floats | None, index: int, count: int) -> float:
-    """Return the log-probability of value ``index`` of ``count``, with ``shares`` or uniformly."""
-    share = 1 / count if shares is None else float(shares[index])
-    return math.log(share) if share > 0 else -math.inf
-
-
-def _places_of(given: Any, values: Sequence[Any], name: str | None) -> list[int]:
-    """Return the places of a given value. Raises InvalidRequest if it is not one of the values."""
-    found = [place for place, each in enumerate(values) if _are_equal(each, given)]
-    if not found:
-        raise InvalidRequest(f"{name} was given {given!r}, which is not one of its values")
-    return found
-
-
 def _are_equal(value: Any, given: Any) -> bool:
     if isinstance(value, np.ndarray | torch.Tensor):
-        return bool(_comparable(value) == _comparable(given))
+        is_like = type(value) is type(given) and value.shape == given.shape
+        return is_like and bool((value == given).all())
     return value is given or bool(value == given)
 
 
@@ -666,13 +566,17 @@ def _copied(answer: Any) -> Any:
         return answer
 
 
-def _choice_probabilities(log_weights: Any, count: int) -> Floats:
-    """Return the probabilities of ``count`` values. Raises InvalidRequest if these are not their
-    log-weights."""
+def _choice_probabilities(log_weights: Any, count: int) -> tuple[Floats | None, Floats]:
+    """Return the probabilities of ``count`` values, ``None`` if uniform, and their logarithms. Raises
+    InvalidRequest if these are not their log-weights."""
+    if log_weights is None:
+        return None, np.full(count, math.log(1 / count))
     weighed = checks.check_log_weights(log_weights, count, "choice got the log-weights")
     if np.all(weighed == -math.inf):
         raise InvalidRequest("choice got log-weights of -inf alone: give one above -inf")
-    return normalized_weights(weighed)
+    shares = normalized_weights(weighed)
+    with np.errstate(divide="ignore"):
+        return shares, np.log(shares)
 
 
 class ProgramTrace(Trace):
@@ -681,7 +585,7 @@ class ProgramTrace(Trace):
 
     Attributes:
         choices: the draws that its last unit recorded.
-        answers: the answers that its last unit recorded.
+        answers: the number, the kind and the answer of each question of its last unit.
         pause: the kind of the draw before which the execution stopped.
         value: the result of the program.
         live: the execution and its coroutine.
@@ -695,9 +599,11 @@ class ProgramTrace(Trace):
     def __init__(self, before: ProgramTrace | None = None) -> None:
         super().__init__(before)
         self.choices: list[_Choice] = []
-        self.answers: list[tuple[AnswerKey, Any]] = []
+        self.answers: list[tuple[int, str, Any]] = []
         self.pause: str | None = None if before is None else before.pause
-        self.growing: Growing | None = None if before is None else before.growing
+        self.growing: tuple[TextModel, TextTrace] | None = None
+        if before is not None:
+            self.growing = before.growing
         self.value: Any = None
         self.live: list[Live] = []
 
@@ -762,8 +668,8 @@ class Program:
 
         Raises:
             InvalidRequest: ``function`` cannot be called, or ``given`` is no mapping; from the first
-                step, ``function`` is no ``async def``, a value is none of a draw's, or a given name is no
-                draw.
+                step, ``function`` is no ``async def``, a value is none of a draw's, or a given name is
+                no draw.
         """
         checks.check_callable("the program", function, "an async function of an execution")
         self.lm = checks.check_runtime(lm)
@@ -803,22 +709,18 @@ class Program:
         taken = dict[ProgramTrace, list[Live]]()
         for place, old in enumerate(traces):
             trace = ProgramTrace(old)
-            computed: Computed = ()
+            others = taken.get(old, [])
             if old not in taken:  # the first copy goes on
                 taken[old], trace.live, old.live = old.live, old.live, []
-            elif trace.growing is None:
-                computed = _forks(taken[old])
             new.append(trace)
             if trace.growing is None:
-                going.append(self._go_on(trace, seed, place, computed))
+                going.append(self._go_on(trace, seed, place, _forks(others)))
         await gather_all(going)
-        groups: dict[Hashable, list[int]] = {}
+        groups = defaultdict[Hashable, list[int]](list)
         for place, each in enumerate(new):
             if each.growing is not None:
-                model, text = each.growing
-                groups.setdefault((id(model), id(text.populations)), []).append(place)
-        if groups:
-            await gather_all(self._texts_longer(new, each, seed) for each in groups.values())
+                groups[id(each.growing[0]), id(each.growing[1].populations)].append(place)
+        await gather_all(self._texts_longer(new, each, seed) for each in groups.values())
         return new
 
     async def _texts_longer(
@@ -830,12 +732,10 @@ class Program:
         if len(places) < len(traces):  # the others have draws of their own
             own = model_seed(np.random.SeedSequence(seed, spawn_key=(places[0],)))
         several = [traces[place] for place in places]
-        before = [cast("Growing", each.growing) for each in several]
-        model = before[0][0]
-        ended = []
-        for place, trace, text in zip(
-            places, several, await model.extend([text for _, text in before], own), strict=True
-        ):
+        pairs: Any = [each.growing for each in several]
+        model, ended = pairs[0][0], []
+        longer = await model.extend([text for _, text in pairs], own)
+        for place, trace, text in zip(places, several, longer, strict=True):
             trace.tokens, trace.growing = text.tokens, (model, text)
             trace.log_weight += text.log_weight
             trace.log_proposal += text.log_proposal
@@ -850,21 +750,16 @@ class Program:
     def _text_model(
         self,
         prompt: tuple[int, ...],
-        max_tokens: int,
-        stop: Stop,
-        constraint: Constraint | None,
-        temperature: float,
         adapter: str | None,
+        temperature: float,
+        constraint: Constraint | None,
+        **options: Any,
     ) -> TextModel:
         """Return the model of a text, one for equal arguments but the prompt."""
-        key = id(constraint), adapter, repr((max_tokens, stop, temperature))
+        key = id(constraint), adapter, repr((temperature, options))
         if (model := self._text_models.get(key)) is None:
-            model = TextModel(
-                Law(self.lm, prompt, adapter=adapter, temperature=temperature),
-                max_tokens=max_tokens,
-                stop=stop,
-                constraint=constraint,
-            )
+            law = Law(self.lm, prompt, adapter=adapter, temperature=temperature)
+            model = TextModel(law, constraint=constraint, **options)
             if len(self._text_models) >= MOST_TEXT_MODELS:
                 del self._text_models[next(iter(self._text_models))]
             self._text_models[key] = model  # holds the constraint, whose id the key has
@@ -932,8 +827,8 @@ def _until_pause(coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, None, tu
             return True, end.value
         if awaited is _PAUSE:
             return False, None
+        error = None
         try:
             yield awaited
-            error = None
         except BaseException as raised:
             error = raised

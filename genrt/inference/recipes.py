@@ -68,10 +68,8 @@ def beam_search(
     model: Model, *, width: int, branches: int = 4, reward: Potential | None = None
 ) -> Sampler:
     """Return a beam search over sampled units: every text branches, grows by a unit, and the ``width``
-    best different ones stay, by weight or by a reward of the text. It is no sample of a posterior.
-
-    With ``TextModel(…, unit="\\n\\n")`` it searches by paragraphs, as reward models judge them.
-    """
+    best different ones stay, by weight or by a reward of the text. It is no sample of a posterior. With
+    ``TextModel(…, unit="\\n\\n")`` it searches by paragraphs, as reward models judge them."""
     by = None if reward is None else _judge(model, reward)
     kernel = chain(branch(branches, share=False), extend(model), keep(width, by=by))
     return Sampler(model, kernel, num_particles=width)
@@ -206,14 +204,13 @@ def tempered(
     if not 0 < share < 1:
         raise InvalidRequest(f"ess is {displayed(ess)}: give a share between 0 and 1")
     check_int("moves", moves, 0)
-    steps: list[float] | None = None
-    if temperatures is not None:
-        given = temperatures if isinstance(temperatures, list | tuple) else ()
-        steps = [check_float("temperatures", each) for each in given]
-        if steps[-1:] != [1] or not all(a < b for a, b in pairwise([0.0, *steps])):
-            raise InvalidRequest(
-                f"temperatures are {displayed(temperatures)}: give a list of rising ones up to 1"
-            )
+    given = temperatures if isinstance(temperatures, list | tuple) else ()
+    steps = [check_float("temperatures", each) for each in given]
+    is_rising = steps[-1:] == [1] and all(a < b for a, b in pairwise([0.0, *steps]))
+    if temperatures is not None and not is_rising:
+        raise InvalidRequest(
+            f"temperatures are {displayed(temperatures)}: give a list of rising ones up to 1"
+        )
     _judge(model, potential)
 
     async def anneal(state: State) -> State:
@@ -222,10 +219,10 @@ def tempered(
         while present < 1 and (state.log_weights > -math.inf).any():
             state = state.at(*key, number)
             values = await values_at(judge, state)
-            if steps is None:
-                following = _next_temperature(state.log_weights, values, present, share)
-            else:
+            if steps:
                 following = steps[number]
+            else:
+                following = _next_temperature(state.log_weights, values, present, share)
             log_weights = state.log_weights + (following - present) * values
             state = replace(state, log_weights=frozen(log_weights))
             present, number = following, number + 1
@@ -235,13 +232,11 @@ def tempered(
                 rng = np.random.default_rng(state.seed_sequence(2))
                 ancestors = systematic(rng, log_weights)
                 state = state.take(ancestors, np.full(len(log_weights), state.log_evidence))
-            target = _target(judge, present)
-            for again in range(moves):
-                state = await move(model, target=target, whole=True)(state.at(*key, number, again))
+            moving = repeat(move(model, target=_target(judge, present), whole=True), moves)
+            state = await moving(state.at(*key, number))
         return state.at(*key)
 
-    kernel = extend(model)
-    return Sampler(model, kernel, num_particles=num_particles, last=anneal)
+    return Sampler(model, extend(model), num_particles=num_particles, last=anneal)
 
 
 class Rejection(Sampler):
@@ -277,9 +272,6 @@ class Rejection(Sampler):
             max_texts: the most texts to draw.
             batch_size: the texts to draw at once.
             bound: an upper bound of the model's potential.
-
-        Raises:
-            InvalidRequest: an argument is out of range.
         """
         super().__init__(checked_text_model(model), self._reject, num_particles=1)
         if len(model.laws) > 1 or model.laws[0].power != 1:
@@ -292,11 +284,9 @@ class Rejection(Sampler):
                 "whole texts are drawn to their end, and with stop=None the constraint alone knows where "
                 "that is: give tokens that end a text, or take SMC"
             )
-        self._judges = dict[str, Potential]()
+        self._judges = {} if model.potential is None else {"potential": model.potential}
         if model.constraint is not None:
-            self._judges["constraint"] = indicator(model.constraint, lm=model.lm)
-        if model.potential is not None:
-            self._judges["potential"] = model.potential
+            self._judges = {"constraint": indicator(model.constraint, lm=model.lm), **self._judges}
         self._plain = _unweighted(model, constrained=False)
         self._num_samples = check_int("num_samples", num_samples, 1)
         self._max_texts = check_int("max_texts", max_texts, 1)
@@ -322,7 +312,7 @@ class Rejection(Sampler):
         share = acceptance_rate(len(kept), drawn, is_enough=len(kept) == wanted) or 1.0
         after = _found(state, kept, np.full(len(kept), math.log(share) + self._bound))
         families = frozen(np.arange(len(kept)))
-        return after.labeled(eve=families, has_families=True, has_evidence=wanted > 1)
+        return after.labeled(eve=families, has_evidence=wanted > 1)
 
     async def _log_chances(self, texts: Sequence[Text]) -> Floats:
         """Return the logarithms of the texts' chances to be accepted."""
@@ -362,9 +352,6 @@ class BestOfN(Sampler):
         Args:
             score: the ranking; by default the model's potential. Without one the first text that is not
                 dead is the best.
-
-        Raises:
-            InvalidRequest: an argument is out of range.
         """
         drawing = extend(_unweighted(checked_text_model(model)))
         number = check_int("n", n, 1, 2**31)
@@ -379,7 +366,7 @@ class BestOfN(Sampler):
         alive = np.where(state.log_weights > -math.inf, 0.0, -math.inf)
         scores = alive if self._score is None else await values_at(self._score, state)
         ranked = replace(state, log_weights=frozen(scores))
-        return ranked.labeled(has_evidence=False, has_families=False)
+        return ranked.labeled(has_evidence=False, eve=None)
 
     def result(self, state: State, *, infos: Sequence[Info] = ()) -> Result:
         """Return all texts. The first one of the highest score alone has a weight."""
@@ -397,11 +384,7 @@ def _found(state: State, traces: Sequence[Any], log_weights: Floats) -> State:
 
 
 def _judge(
-    model: Model,
-    potential: Potential,
-    known: dict[Text, float] | None = None,
-    *,
-    name: str = "potential",
+    model: Model, potential: Potential, known: Any = None, *, name: str = "potential"
 ) -> Any:
     """Return a potential of texts as a function of traces; it asks about no text in ``known``, and adds
     the answers. Raises InvalidRequest if it is no function, or the model is not one of texts."""
@@ -410,7 +393,7 @@ def _judge(
 
     async def judged(traces: Sequence[Any]) -> Floats:
         texts = [each.generated for each in traces]
-        found = {} if known is None else known
+        found: dict[Text, float] = {} if known is None else known
         missing = [each for each in dict.fromkeys(texts) if each not in found]
         values = await evaluate_potential(name, potential, missing)
         found.update(zip(missing, values, strict=True))
@@ -458,14 +441,17 @@ def _target(judge: Any, share: float) -> Any:
 
 def _next_temperature(log_weights: Floats, values: Floats, present: float, share: float) -> float:
     """Return the largest b up to 1 that leaves the share of the effective sample size; by bisection."""
+
+    def is_even(b: float) -> bool:
+        return effective_sample_size(log_weights + (b - present) * values) >= most
+
     most = share * effective_sample_size(log_weights)
     low, high = present, 1.0
-    if effective_sample_size(log_weights + (1 - present) * values) >= most:
+    if is_even(1.0):
         return 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        found = effective_sample_size(log_weights + (middle - present) * values)
-        low, high = (middle, high) if found >= most else (low, middle)
+        low, high = (middle, high) if is_even(middle) else (low, middle)
     return max(low, min(1.0, present + 1e-6))
 
 
@@ -475,5 +461,5 @@ def _unweighted(model: TextModel, *, constrained: bool = True) -> TextModel:
     made.potential = made._twist = None
     made._unit = 1  # so that no text waits for the others at the end of a unit
     if not constrained:
-        made.constraint, made._start, made._rejects = None, None, False
+        made.constraint, made._start, made.has_exact_weights = None, None, True
     return made

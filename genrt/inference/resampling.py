@@ -34,15 +34,15 @@ def multinomial(
 ) -> Ancestors:
     """Draw independent ancestors, and sort them: the simplest scheme, and the most random (Gordon et
     al. 1993)."""
-    size = len(log_weights) if count is None else count
-    return _inverse_cdf(normalized_weights(log_weights), np.sort(rng.random(size)))
+    uniforms = np.sort(rng.random(count or len(log_weights)))
+    return _inverse_cdf(normalized_weights(log_weights), uniforms)
 
 
 def stratified(
     rng: np.random.Generator, log_weights: Floats, count: int | None = None
 ) -> Ancestors:
     """Draw one uniform in each of N equal strata of the cumulative weights (Kitagawa 1996)."""
-    size = len(log_weights) if count is None else count
+    size = count or len(log_weights)
     return _by_strata(log_weights, rng.random(size), size)
 
 
@@ -51,19 +51,16 @@ def systematic(
 ) -> Ancestors:
     """Draw one uniform and shift it into each of N equal strata: an ancestor of normalized weight w has
     ``floor(N w)`` or ``ceil(N w)`` children (Kitagawa 1996; Douc & Cappé 2005)."""
-    size = len(log_weights) if count is None else count
-    return _by_strata(log_weights, rng.random(), size)
+    return _by_strata(log_weights, rng.random(), count or len(log_weights))
 
 
 def residual(rng: np.random.Generator, log_weights: Floats, count: int | None = None) -> Ancestors:
     """Give ``floor(N w)`` children for certain, the rest multinomially by the remainders (Liu & Chen
     1998)."""
-    size = len(log_weights) if count is None else count
-    expected = _expected(log_weights, size)
+    expected = _expected(log_weights, count or len(log_weights))
     certain = np.floor(expected)
     ancestors = np.repeat(np.arange(len(expected)), certain.astype(np.int64))
-    missing = size - len(ancestors)
-    if not missing:
+    if not (missing := (count or len(log_weights)) - len(ancestors)):
         return ancestors
     drawn = _inverse_cdf(expected - certain, np.sort(rng.random(missing)))
     return np.sort(np.concatenate([ancestors, drawn]))
@@ -88,8 +85,7 @@ def optimal(
     """Keep ``count`` different ones of N weights: weights above a threshold as they are, and others by
     strata, each raised to the threshold. No scheme of unbiased weights has a smaller squared error
     (Fearnhead & Clifford 2003). With at most ``count`` positive weights all stay."""
-    weights = normalized_weights(log_weights)
-    count = len(weights) if count is None else count
+    weights, count = normalized_weights(log_weights), count or len(log_weights)
     scale = math.log(count / len(weights))
     [positive] = np.nonzero(weights > 0)
     if len(positive) <= count:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -74,16 +74,16 @@ class Result:
         token_ids: the particles' generated tokens, without the end token.
         values: the values of the posterior: the texts, or the results of a program.
         log_weights: float64 ``[N]``, unnormalized; -inf for the dead.
-        log_evidence: the estimate of log Z; -inf if every particle died, NaN from an algorithm that
-            has no estimate.
+        log_evidence: the estimate of log Z; -inf if every particle died, NaN from an algorithm that has
+            no estimate.
         infos: one for each step, ancestors included; empty from algorithms without particles that grow.
         chains: of Metropolis–Hastings, the values and the mixing of chains.
         deaths: the causes of weight 0 at the end.
         eve: int64 ``[N]``, the first particle that each one descends from; ``None`` unless ancestors were
             drawn independently of each other, as ``multinomial`` draws them.
         resamplings: how often the particles were resampled.
-        statistics: the work of the runtime during ``run``, for all its callers. ``None`` from
-            ``result``, and for a model without a runtime as ``lm``.
+        statistics: the work of the runtime during ``run``, for all its callers. ``None`` from ``result``,
+            and for a model without a runtime as ``lm``.
     """
 
     texts: tuple[str, ...]
@@ -100,11 +100,8 @@ class Result:
 
     @property
     def ess(self) -> float:
-        """The effective sample size; 0 if every particle died.
-
-        Of weighted particles it is Kong's. Of chains it is ``ChainStatistics.ess``, a bulk ESS, NaN if
-        unknown.
-        """
+        """The effective sample size, 0 if every particle died: Kong's of weighted particles,
+        ``ChainStatistics.ess`` of chains."""
         if not self._alive:
             return 0.0
         return effective_sample_size(self.log_weights) if self.chains is None else self.chains.ess
@@ -121,36 +118,25 @@ class Result:
 
     def posterior(self, *, of: Callable[[Any], Any] | None = None) -> list[tuple[Any, float]]:
         """Return the distinct values with their normalized weights, heaviest first; ``[]`` if all are
-        dead.
-
-        Args:
-            of: a function of a value, for the distribution of its results, which must be hashable:
-                ``of=len``.
-
-        Raises:
-            InvalidRequest: values that are not hashable: give ``of``.
-        """
+        dead. ``of`` is a function of a value, for the distribution of its results: ``of=len``. Raises
+        InvalidRequest if these, or else the values, are not hashable."""
         pairs = zip(self.values, self.weights.tolist(), strict=True)
         alive = ((value, weight) for value, weight in pairs if weight > 0)
         return shares(alive if of is None else ((of(value), weight) for value, weight in alive))
 
     def expectation(self, function: Callable[[Any], float]) -> float:
-        """Return the posterior mean of a function of the values; NaN if every particle died.
+        """Return the posterior mean of a function of the values; NaN if every particle died. Raises
+        InvalidRequest if the function returns something that is not a number."""
+        numbers = self._numbers_of(function)
+        return float(sum((self.weights * numbers).tolist())) if self._alive else math.nan
 
-        Raises:
-            InvalidRequest: the function returns something that is not a number.
-        """
-        mean = 0.0 if self._alive else math.nan
-        for value, weight in zip(self.values, self.weights, strict=True):
-            if weight > 0:
-                found = function(value)
-                try:
-                    mean += float(weight * found)
-                except (TypeError, ValueError) as error:
-                    raise InvalidRequest(
-                        f"expectation takes a function that gives numbers, and this one gave {found!r}"
-                    ) from error
-        return mean
+    def _numbers_of(self, function: Callable[[Any], float]) -> Floats:
+        """Return a function of each value, 0 for the dead."""
+        pairs = zip(self.values, self.weights, strict=True)
+        try:
+            return np.array([float(function(v)) if w > 0 else 0.0 for v, w in pairs])
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"give a function that gives numbers: {error}") from error
 
     @property
     def evidence_error(self) -> float:
@@ -167,25 +153,19 @@ class Result:
     def expectation_error(self, function: Callable[[Any], float]) -> float:
         """Return the standard error of ``expectation(function)``, from this one run; NaN if unknown. Of
         chains it is the standard deviation divided by the root of ``diagnose(function).ess_mean``."""
-        mean = self.expectation(function)
-        pairs = zip(self.values, self.weights, strict=True)
-        return self._error_of([float(function(v)) if w > 0 else mean for v, w in pairs])
+        return self._error_of(self._numbers_of(function))
 
-    def _error_of(self, numbers: Sequence[float] | Floats) -> float:
+    def _error_of(self, numbers: Floats) -> float:
         """Return the standard error of the posterior mean of numbers, one for each particle."""
-        weights, own = self.weights, np.array(numbers)
-        centred = own - weights @ own
+        centred = numbers - self.weights @ numbers
         if self.chains is None or not self._alive:
-            return expectation_error(centred, weights, self.eve, self.resamplings)
-        by_chain = own.reshape(-1, len(self.chains.values)).T
-        return math.sqrt(float(weights @ centred**2) / diagnose(by_chain).ess_mean)
+            return expectation_error(centred, self.weights, self.eve, self.resamplings)
+        by_chain = numbers.reshape(-1, len(self.chains.values)).T
+        return math.sqrt(float(self.weights @ centred**2) / diagnose(by_chain).ess_mean)
 
     def sample(self, count: int, *, seed: int) -> list[Any]:
-        """Draw values from the posterior, independently of each other.
-
-        Raises:
-            InvalidRequest: every particle died; ``count`` or the seed is not an integer of at least 0.
-        """
+        """Draw ``count`` values from the posterior, independently of each other. Raises InvalidRequest if
+        every particle died."""
         rng = np.random.default_rng(check_int("seed", seed, 0))
         size = check_int("count", count, 0)
         if not self._alive:
@@ -194,32 +174,20 @@ class Result:
         return [self.values[index] for index in chosen]
 
     def diagnose(self, function: Callable[[Any], float]) -> Diagnosis:
-        """Return the mixing of the chains for a function of their values: ``ess_mean``, the effective
-        sample size of ``expectation(function)``; ``ess_bulk``, the same for its ranks; R-hat.
-
-        Raises:
-            InvalidRequest: the result has no chains, or the function gives something that is no number.
-        """
+        """Return the mixing of the chains for a function of their values. Raises InvalidRequest if the
+        result has no chains, or the function gives something that is no number."""
         if self.chains is None:
             raise InvalidRequest(
                 "this result has no chains, and its particles' weights make its ess: MetropolisHastings "
                 "has chains"
             )
-        try:
-            numbers = [[float(function(value)) for value in own] for own in self.chains.values]
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"chains are diagnosed by numbers: {error}") from error
-        return diagnose(np.array(numbers, dtype=np.float64))
+        return diagnose(self._numbers_of(function).reshape(-1, len(self.chains.values)).T)
 
     def to_pandas(self, *, steps: bool = False) -> DataFrame:
-        """Return a table with a row for each particle, or for each step.
-
-        ``to_pandas(steps=True)[["ess", "log_evidence"]].plot(subplots=True)`` draws curves;
-        ``steps["log_evidence"].plot(yerr=steps["log_evidence_error"])`` has error bars.
-
-        Args:
-            steps: the steps instead of the particles: whether resampled, how many distinct ancestors,
-                how many alive and unfinished, ESS, log evidence and its standard error, NaN if unknown.
+        """Return a table with a row for each particle, or for each step with ``steps``: whether
+        resampled, how many distinct ancestors, how many alive and unfinished, ESS, log evidence and its
+        standard error, NaN if unknown. ``to_pandas(steps=True)[["ess",
+        "log_evidence"]].plot(subplots=True)`` draws curves.
 
         Raises:
             InvalidRequest: there are no steps.
@@ -231,11 +199,9 @@ class Result:
             raise ExtraNotInstalled(
                 'tables need pandas, which is not installed: pip install "genrt[plot]"'
             ) from error
+        if steps and not self.infos:
+            raise InvalidRequest("this result has no steps: SMC and importance sampling keep them")
         if steps:
-            if not self.infos:
-                raise InvalidRequest(
-                    "this result has no steps: SMC and importance sampling keep them"
-                )
             columns = {
                 "resampled": [info.resampled for info in self.infos],
                 "ancestors": [len(np.unique(info.ancestors)) for info in self.infos],
@@ -278,10 +244,7 @@ class Result:
         figures = list(self._figures())
         names, numbers = (max(map(len, column)) for column in [*zip(*figures, strict=True)][:2])
         lines = [f"{a:<{names}}  {b:>{numbers}}  {note}".rstrip() for a, b, note in figures]
-        rows = []
-        for value, weight, error in self._rows():
-            bar = "" if math.isnan(error) else f" \N{PLUS-MINUS SIGN} {error:.4f}"
-            rows.append((f"{weight:.4f}{bar}", value))
+        rows = self._rows()
         wide = max((len(weight) for weight, _ in rows), default=0)
         lines += ["", f"{'weight':<{wide}}  value" if rows else self._explain_empty()]
         lines += [f"{weight:<{wide}}  {shorten(value, WIDEST)}" for weight, value in rows]
@@ -291,9 +254,9 @@ class Result:
         """Show the result in IPython and Jupyter."""
         printer.text(repr(self) if cycle else str(self))
 
-    def _rows(self) -> list[tuple[str, float, float]]:
-        """Return the heaviest distinct values, each as one printable line, with its weight and the
-        standard error, NaN if unknown; all others together in one row."""
+    def _rows(self) -> list[tuple[str, str]]:
+        """Return the weights of the heaviest distinct values, with their standard errors if known, and
+        each value as one printable line; all others together in one row."""
         places: defaultdict[Any, list[int]] = defaultdict(list)
         for place in np.nonzero(self.weights)[0].tolist():
             places[key_of(self.values[place])].append(place)
@@ -303,12 +266,13 @@ class Result:
         if others := distinct[SHOWN:]:
             named.append((f"({count_of(len(others), 'value')} more)", [*chain(*others)]))
         if len(named) == 1:  # particles that agree show no error, which is not an error of 0
-            return [(named[0][0], 1.0, math.nan)]
-        flags = [np.isin(np.arange(len(weights)), own).astype(float) for _, own in named]
-        return [
-            (name, float(weights[own].sum()), self._error_of(each))
-            for (name, own), each in zip(named, flags, strict=True)
-        ]
+            return [("1.0000", named[0][0])]
+        rows = []
+        for name, own in named:
+            error = self._error_of(np.isin(np.arange(len(weights)), own).astype(float))
+            bar = "" if math.isnan(error) else f" \N{PLUS-MINUS SIGN} {error:.4f}"
+            rows.append((f"{weights[own].sum():.4f}{bar}", name))
+        return rows
 
     def _explain_empty(self) -> str:
         """Say why there is no posterior."""
@@ -324,9 +288,8 @@ class Result:
             note += f"; died: {causes}"
         yield "particles", f"{count:,}", note * (alive < count)
         if not math.isnan(self.log_evidence):
-            note = (
-                f"Z = {math.exp(self.log_evidence):.3g}" if self.log_evidence < 700 else "Z > 1e304"
-            )
+            is_float = self.log_evidence < 700
+            note = f"Z = {math.exp(self.log_evidence):.3g}" if is_float else "Z > 1e304"
             if alive and not math.isnan(error := self.evidence_error):
                 note += f" \N{PLUS-MINUS SIGN} {100 * error:.0f} %"
             elif alive and self.infos:

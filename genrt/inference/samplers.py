@@ -55,9 +55,8 @@ class Sampler:
         result = await Sampler(model, kernel, num_particles=64).run(seed=0)
 
     or, step by step, ``async for state, info in sampler.steps(sampler.init(seed)): ...``. If every
-    particle dies, the result says so (log evidence -inf, ESS 0, an empty posterior).
-
-    It holds no state of a run, so it may run many times, at once and on several event loops.
+    particle dies, the result says so (log evidence -inf, ESS 0, an empty posterior). A sampler holds no
+    state of a run, so it may run many times, at once and on several event loops.
 
     Attributes:
         model: the model that runs.
@@ -67,20 +66,12 @@ class Sampler:
     """Whether the records of steps need the particles."""
 
     def __init__(
-        self,
-        model: Model,
-        kernel: Kernel,
-        *,
-        num_particles: int,
-        last: Kernel | None = None,
+        self, model: Model, kernel: Kernel, *, num_particles: int, last: Kernel | None = None
     ) -> None:
         """
         Args:
             kernel: one step; see ``genrt.inference.kernels``.
             last: a last step, once no particle is alive and unfinished.
-
-        Raises:
-            InvalidRequest: an argument is out of range.
         """
         self.model = checked_model(model)
         check_callable("kernel", kernel, "a kernel, such as chain(resample(), extend(model))")
@@ -101,14 +92,9 @@ class Sampler:
         return checked_state(state).done and (self._last is None or state.is_final)
 
     async def step(self, state: State) -> tuple[State, Info]:
-        """Run the kernel once, or the last step.
-
-        A state that is ``done`` comes back with another step number. A cancelled or failed step leaves
-        ``state`` unchanged: step it again.
-
-        Raises:
-            GenrtError: any error of the model.
-        """
+        """Run the kernel once, or the last step. A state that is ``done`` comes back with another step
+        number. A cancelled or failed step leaves ``state`` unchanged: step it again. Raises any
+        GenrtError of the model."""
         kernel = self._last if checked_state(state).done and self._last else self._kernel
         places = frozen(np.arange(len(state.particles)))
         after = state.labeled(ancestors=places, key=())
@@ -155,10 +141,8 @@ class Sampler:
                 show(going=going, ESS=f"{info.ess:.1f}")
                 if on_step is not None:
                     on_step(state, info)
-        result = self.result(state, infos=infos)
-        if lm is None or before is None:
-            return result
-        return replace(result, statistics=lm.statistics().since(before))
+        spent = None if lm is None or before is None else lm.statistics().since(before)
+        return replace(self.result(state, infos=infos), statistics=spent)
 
     run_sync = blocking_twin(run)
     """``run``, blocking: in another thread, which also calls ``on_step``. An interrupt cancels it."""
@@ -173,7 +157,7 @@ class Sampler:
             state.log_evidence if state.has_evidence else math.nan,
             infos=tuple(infos),
             deaths=Deaths.of(self.model, state),
-            eve=state.eve if state.has_families else None,
+            eve=state.eve,
             resamplings=state.resamplings,
         )
 
@@ -199,11 +183,8 @@ class SMC(Sampler):
         """
         Args:
             resample_when: resample if the effective sample size is under this share of N, or by a rule of
-                your own, as ``below`` of the kernel ``resample``; 0 is importance sampling.
-            resample: the scheme, as for the kernel.
-
-        Raises:
-            InvalidRequest: an argument is out of range.
+                your own; 0 is importance sampling.
+            resample: the scheme, as for the kernel ``resample``.
         """
         kernel = chain(kernels.resample(resample, below=resample_when), extend(model))
         super().__init__(model, kernel, num_particles=num_particles)
@@ -219,11 +200,7 @@ def importance_sampling(model: Model, *, num_particles: int) -> SMC:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Several:
-    """Independent runs of a sampler, weighted by their evidences.
-
-    Attributes:
-        results: the results of the runs.
-    """
+    """Independent runs of a sampler, weighted by their evidences."""
 
     results: tuple[Result, ...]
 
@@ -238,8 +215,7 @@ class Several:
         unknown."""
         if self.log_evidence == -math.inf:
             return math.nan
-        ratios = np.exp(self._log_evidences - self.log_evidence)
-        return float(ratios.std(ddof=1) / math.sqrt(len(ratios)))
+        return _mean_and_error(np.exp(self._log_evidences - self.log_evidence))[1]
 
     @property
     def _log_evidences(self) -> Floats:
@@ -264,17 +240,12 @@ class Several:
 
     def expectation(self, function: Callable[[Any], float]) -> tuple[float, float]:
         """Return the posterior mean of a function of the values, and its standard error."""
-        weights = self.weights
+        weights, count = self.weights, len(self.results)
         if not weights.any():
             return math.nan, math.nan
-        means = np.array(
-            [
-                each.expectation(function) if weight > 0 else 0.0
-                for each, weight in zip(self.results, weights, strict=True)
-            ]
-        )
+        pairs = zip(self.results, weights, strict=True)
+        means = np.array([run.expectation(function) if share else 0.0 for run, share in pairs])
         mean = float(weights @ means)
-        count = len(means)
         error = math.sqrt(count / (count - 1) * float(((weights * (means - mean)) ** 2).sum()))
         return mean, error
 
@@ -291,11 +262,7 @@ class Several:
 
 async def several(sampler: Any, runs: int, *, seed: int) -> Several:
     """Run a sampler ``runs`` times, at least twice, with seeds of their own, one after the other. For
-    costs of its own, each begins with nothing cached: it drops the rows and the engine's prefixes.
-
-    Raises:
-        InvalidRequest: fewer than two runs, or a bad seed; GenrtError: as ``run``.
-    """
+    costs of its own, each begins with nothing cached: it drops the rows and the engine's prefixes."""
     sequence = np.random.SeedSequence(check_int("seed", seed, 0))
     seeds: Sequence[int] = sequence.generate_state(check_int("runs", runs, 2), np.uint64).tolist()
     lm, results = runtime_of(getattr(sampler, "model", None)), []
@@ -312,12 +279,7 @@ several_sync = blocking_twin(several)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """Two samplers of one target, at equal cost.
-
-    Attributes:
-        first: the runs of the one.
-        second: the runs of the other.
-    """
+    """The runs of two samplers of one target, compared at equal cost."""
 
     first: Several
     second: Several
@@ -343,11 +305,7 @@ class Comparison:
 async def compare(first: Any, second: Any, *, runs: int, seed: int) -> Comparison:
     """Run two samplers of one target several times each, with the same seeds, and compare the variances
     of their evidences at equal cost. Nobody else may use the runtimes meanwhile, because the costs are
-    the engines'. Of a model on several runtimes, its ``lm`` alone counts.
-
-    Raises:
-        InvalidRequest, GenrtError: as ``several``.
-    """
+    the engines'. Of a model on several runtimes, its ``lm`` alone counts."""
     return Comparison(await several(first, runs, seed=seed), await several(second, runs, seed=seed))
 
 
@@ -355,13 +313,13 @@ compare_sync = blocking_twin(compare)
 
 
 class Bounds(NamedTuple):
-    """Bounds of log Z, each a mean over independent runs with its standard error.
+    """Bounds of log Z, each a mean over independent runs with its standard error, NaN if unknown.
 
     Attributes:
         lower: the mean of log Z_hat; -inf if a run has no evidence.
-        lower_error: its standard error; NaN if unknown.
+        lower_error: its standard error.
         upper: the mean of log Z_hat over the conditional runs.
-        upper_error: its standard error; NaN for a single run.
+        upper_error: its standard error.
     """
 
     lower: float
@@ -384,9 +342,6 @@ async def evidence_bounds(sampler: SMC, exact: Sequence[Trace], *, runs: int, se
         exact: independent exact draws of the model's target, one for each conditional run: finished
             traces, as ``TextModel.follow`` makes them of tokens.
         runs: the unconditional runs, at least two.
-
-    Raises:
-        InvalidRequest: another sampler, traces that are no draws, or an argument out of range.
     """
     if not isinstance(sampler, SMC) or not sampler.has_independent_ancestors:
         raise InvalidRequest(
@@ -415,9 +370,9 @@ async def evidence_bounds(sampler: SMC, exact: Sequence[Trace], *, runs: int, se
 evidence_bounds_sync = blocking_twin(evidence_bounds)
 
 
-def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+def _mean_and_error(values: Sequence[float] | Floats) -> tuple[float, float]:
     """Return the mean and its standard error, NaN if unknown."""
-    mean, count = sum(values) / len(values), len(values)
+    mean, count = float(sum(values)) / len(values), len(values)
     if count < 2 or not math.isfinite(mean):
         return mean, math.nan
     return mean, float(np.std(values, ddof=1)) / math.sqrt(count)
@@ -428,17 +383,15 @@ def _info_of(before: State, after: State) -> Info:
     old = before.particles
     parents = [old[each] if each < len(old) else None for each in after.ancestors.tolist()]
     new = [*map(_units_after, after.particles, parents)]
-    moved = [
-        not units and trace is not parent
-        for units, trace, parent in zip(new, after.particles, parents, strict=True)
-    ]
+    columns = zip(new, after.particles, parents, strict=True)
+    moved = [not units and trace is not parent for units, trace, parent in columns]
     grown = [[token for unit in units for token in unit.tokens] for units in new]
-    columns = [*zip_longest(*grown, [DEAD], fillvalue=DEAD)]  # one of them is of no token
+    tokens = [*zip_longest(*grown, [DEAD], fillvalue=DEAD)]  # one of the rows has no token
     return Info(
         step=before.step,
         resampled=after.resamplings > before.resamplings,
         ancestors=after.ancestors,
-        token_ids=frozen(np.array(columns, np.int64).T[:-1]),
+        token_ids=frozen(np.array(tokens, np.int64).T[:-1]),
         log_increments=frozen(np.array([sum([unit.gain for unit in units]) for units in new])),
         log_weights=after.log_weights,
         ess=after.ess,

@@ -6,7 +6,7 @@ The base law p is the language model's own, token by token, ended by the end tok
     pi(x) = p(x) 1[x in C] exp(phi(x)) / Z,        Z = E_p[1[x in C] exp(phi(x))].
 
 Z is the evidence. With a constraint a text must end by the end token within ``max_tokens`` to be in C;
-without one, a cut text is an outcome like any other. Without constraint and potential Z = 1.
+without one, a cut text is an outcome like any other.
 
 A token is drawn from the row p(. | text) restricted to the tokens A that the constraint allows, and the
 weight gains the mass of A under the row:
@@ -14,23 +14,22 @@ weight gains the mass of A under the row:
     q(x) = p(x) 1[x in A] / p(A),        w <- w p(x) / q(x) = w p(A).
 
 ``stop`` decides how a text ends. By tokens: p(x) has the probability of all stop tokens together as its
-last factor. By strings: tokens are drawn until they spell one; p(x) is the probability of all drawn
-tokens, and the text is the part before the string, which may begin inside a token. Without a stop
-(``stop=None``): a text has ``max_tokens`` tokens, or fewer if the constraint allows no more, and p(x) is
-the probability that the model continues with x.
+last factor. By strings: p(x) is the probability of all drawn tokens, and the text is the part before the
+string, which may begin inside a token. Without a stop (``stop=None``): a text has ``max_tokens`` tokens,
+or fewer if the constraint allows no more, and p(x) is the probability that the model continues with x.
 
-At the last token of a constrained text A is the end token alone. A text with p(A) = 0 is dead: its
-weight is 0. Adaptive weighted rejection draws from the same q and gains an unbiased estimate of p(A)
+At the last token of a constrained text A is the end token alone. A text with p(A) = 0 is dead: its weight
+is 0. Adaptive weighted rejection draws from the same q and gains an unbiased estimate of p(A)
 (``genrt.inference.awrs``). Several laws with powers multiply: the target has prod_i p_i(x)^a_i in place
 of p(x), q is this product normalized on A, and the gain is its sum over A.
 
-Another law d of the same tokens may propose: another prompt, adapter or model. It draws tokens under the
-constraint, and the target does not change: the weight of a unit is
+Another law d of the same tokens may propose: another prompt, adapter or model. It draws under the
+constraint, and the target, which scores a unit of all texts in one question, does not change:
 
     w <- w p(x) / q(x),        q(x) = d(x) 1[x in A] / d(A),
 
 with d(A) replaced by its estimate under rejection. d must be able to write every text that the model can
-write, as any softmax can. The model scores a unit of all texts in one question.
+write, as any softmax can.
 
 A twist psi guides particles while they grow and does not change the target: a text of t tokens has gained
 psi(x_1:t), which its next unit replaces, and phi at its end:
@@ -102,23 +101,21 @@ NO_TOKEN = DEAD, -math.inf, 0.0
 
 
 class TextModel:
-    """A language model's texts after a prompt, under a constraint, weighted by a potential.
-
-    Many algorithms may run one model at once. Equal prefixes share rows, masks and calls of a potential.
+    """A language model's texts after a prompt, under a constraint, weighted by a potential. Many
+    algorithms may run one model at once.
 
     Attributes:
         laws: the factors of the target.
         lm: the first law's runtime.
-        constraint: the texts that count.
-        potential: the log-weights of finished texts.
         eos_token_id: the model's own end token.
         ends: the ways in which a text ends.
-        max_tokens: the longest text, in tokens with its end token.
+        has_exact_weights: whether weights are exact, as masks make them, and no estimates.
     """
 
     laws: tuple[Law, ...]
     eos_token_id: int | None
     ends: Ends
+    has_exact_weights: bool
 
     def __init__(
         self,
@@ -140,8 +137,8 @@ class TextModel:
             lm: a runtime; or a law, or several laws, which multiply and have their own prompts.
             prompt: a text, or token ids.
             max_tokens: the longest text, in tokens with its end token; at least 1.
-            unit: by how much a text grows in a step: so many tokens, up to a string such as
-                ``"\\n\\n"``, or until a function of the text so far is true.
+            unit: by how much a text grows in a step: so many tokens, up to a string such as ``"\\n\\n"``,
+                or until a function of the text so far is true.
             stop: the end of a text, which does not include it: ``END_TOKEN``, token ids, strings, or a
                 list with several. With ``None`` a text ends at ``max_tokens``, or where its constraint
                 allows no more; this is for a text in the middle of a longer one. Strings cannot be
@@ -158,8 +155,7 @@ class TextModel:
             adapter: the name of the adapter.
 
         Raises:
-            InvalidRequest: an argument is out of range.
-            ContextTooLong: prompt and text exceed ``lm.max_model_len``.
+            InvalidRequest, ContextTooLong: a wrong argument; prompt and text exceed ``lm.max_model_len``.
             UnknownAdapter: from the first step on.
         """
         if isinstance(lm, Law | list | tuple):
@@ -169,13 +165,13 @@ class TextModel:
                 )
             laws = checked_laws(lm)
         else:
-            given: Any = prompt
-            laws = (Law(cast("AsyncLM", lm), given, adapter=adapter, temperature=temperature),)
+            given: Any = lm, prompt
+            laws = (Law(*given, adapter=adapter, temperature=temperature),)
         runtime = laws[0].lm
         self.max_tokens = check_int("max_tokens", max_tokens, 1, 2**31)
         proposer = _proposal_law(laws[0], proposal)
-        for name, function in {"the potential": potential, "the twist": twist}.items():
-            checks.check_callable(name, function, "a function of a Text", optional=True)
+        checks.check_callable("the potential", potential, "a function of a Text", optional=True)
+        checks.check_callable("the twist", twist, "a function of a Text", optional=True)
         for law in laws if proposer is None else (*laws, proposer):
             law.check_length(self.max_tokens)
         eos_token_id: int | None = getattr(runtime.tokenizer, "eos_token_id", None)
@@ -203,8 +199,7 @@ class TextModel:
         self.laws, self.lm, self._proposer, self._unit = laws, runtime, proposer, unit
         self.constraint, self.potential, self._twist = constraint, potential, twist
         self.ends, self.eos_token_id, self._byte_vocab = ends, eos_token_id, runtime.byte_vocab
-        self._rejects = is_asked and proposal != "mask"
-        """Whether tokens are drawn by rejection."""
+        self.has_exact_weights = not is_asked or proposal == "mask"
         self._rejection = proposal if isinstance(proposal, AWRS) else AWRS()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -223,11 +218,6 @@ class TextModel:
         return f"TextModel({tokens}, max_tokens={self.max_tokens}{given})"
 
     @property
-    def has_exact_weights(self) -> bool:
-        """Whether weights are exact, as masks make them, and no estimates."""
-        return not self._rejects
-
-    @property
     def max_steps(self) -> int:
         """The most units of a text."""
         most = self._unit if isinstance(self._unit, int) else 1
@@ -244,8 +234,8 @@ class TextModel:
     value = text
 
     async def extend(self, traces: Sequence[TextTrace], seed: int) -> list[TextTrace]:
-        """Extend each text by a unit: one question to the proposing law for every token, and one to
-        the target if another law proposes. Masks are computed meanwhile."""
+        """Extend each text by a unit: one question to the proposing law for every token, and one to the
+        target if another law proposes. Masks are computed meanwhile."""
         if (empty := await self.only_empty(traces)) is not None:
             return empty
 
@@ -273,20 +263,16 @@ class TextModel:
         if length > most:
             return []
         found = await populations[0].draw_block(length, temperature=law.temperature, seed=seed)
-        columns = found.token_ids.tolist(), found.logprobs.tolist()
-        return [
-            [(token_id, 0.0, logprob) for token_id, logprob in zip(*each, strict=True)]
-            for each in zip(*columns, strict=True)
-        ]
+        columns = zip(found.token_ids.tolist(), found.logprobs.tolist(), strict=True)
+        return [[(token, 0.0, logq) for token, logq in zip(*own, strict=True)] for own in columns]
 
     async def follow(
         self, traces: Sequence[TextTrace], tokens: Sequence[Sequence[int]]
     ) -> list[TextTrace]:
         """Return the texts extended by these tokens, end tokens included, with the weights that the same
-        tokens have if they are drawn. A text dies if the model cannot draw them, or if they stop inside
-        a unit.
-
-        Without a constraint this is one score of all tokens; with one, each token needs a row and a mask.
+        tokens have if they are drawn. A text dies if the model cannot draw them, or if they stop inside a
+        unit. Without a constraint this is one score of all tokens; with one, each token needs a row and a
+        mask.
 
         Raises:
             InvalidRequest: the model draws by rejection, which estimates its weights.
@@ -300,8 +286,7 @@ class TextModel:
         is_scored &= law.power == 1
         scores: Sequence[Any] = tokens
         if is_scored:
-            [population] = _populations_of([law], traces)
-            found = await population.score(tokens, temperature=law.temperature)
+            found = await law.population(traces).score(tokens, temperature=law.temperature)
             scores = [each.tolist() for each in found]
         queues = [deque(zip(*pair, strict=True)) for pair in zip(tokens, scores, strict=True)]
         new, take = [*traces], self._begun  # the next step of the texts has the other sequences
@@ -343,11 +328,8 @@ class TextModel:
 
     async def next_log_weights(self, traces: Sequence[TextTrace]) -> Floats:
         """Return the log-weights of the tokens that may follow each text, by the laws of the target and
-        the constraint: float64 ``[n, V]``. One stop token has the weight of all of them.
-
-        Raises:
-            InvalidRequest: another law proposes.
-        """
+        the constraint: float64 ``[n, V]``. One stop token has the weight of all of them. Raises
+        InvalidRequest if another law proposes."""
         if self._proposer is not None:
             raise InvalidRequest("a search weighs all tokens by the target: leave the proposal out")
         populations = self._begun(traces)
@@ -385,8 +367,11 @@ class TextModel:
             longer = await self._token_longer(growing, drawn)
             for place, trace in zip(going, longer, strict=True):
                 new[place] = trace
-            if not is_appended:
-                _append(drawing, new, going)
+            last = np.full(len(new), -1)
+            for place in going:
+                last[place] = new[place].tokens[-1] if new[place].is_open else -1
+            for each in () if is_appended else drawing:
+                each.append(last)
             going = self._inside(traces, new, going, number)
             if not going:
                 break
@@ -402,11 +387,7 @@ class TextModel:
         return new
 
     def _inside(
-        self,
-        before: Sequence[TextTrace],
-        new: Sequence[TextTrace],
-        going: Sequence[int],
-        number: int,
+        self, before: Sequence[TextTrace], new: Sequence[TextTrace], going: list[int], number: int
     ) -> list[int]:
         """Return the places of the texts that are inside a unit after its token ``number``."""
         if self._unit == number:
@@ -435,7 +416,7 @@ class TextModel:
 
     def _begun(self, traces: Sequence[TextTrace]) -> list[Population]:
         """Return new sequences of these texts, for each law."""
-        return _populations_of([*filter(None, [self._proposer]), *self.laws], traces)
+        return [law.population(traces) for law in (*filter(None, [self._proposer]), *self.laws)]
 
     async def _draw(
         self,
@@ -447,7 +428,7 @@ class TextModel:
         """Draw a token after each text, in one question to each law; masks are computed meanwhile."""
         laws = self._drawing_laws
         where = _flags(places, len(populations[0]))
-        if self._rejects:
+        if not self.has_exact_weights:
             rows = await gather_all([each.logprobs(where=where) for each in populations])
             return await self._draw_by_rejection(rows, traces, seed)
         law, is_one = laws[0], len(laws) == 1 and laws[0].power == 1
@@ -507,10 +488,6 @@ class TextModel:
 
         return await asyncio.to_thread(weigh)
 
-    def _at_last(self, traces: Sequence[TextTrace]) -> list[bool]:
-        """Return whether each text has room for one token alone."""
-        return [each.count + 1 >= self.max_tokens for each in traces]
-
     async def _masks(self, traces: Sequence[TextTrace]) -> Tensor | None:
         """Return the packed masks of the allowed tokens, int32 ``[n, ceil(V / 32)]``; at the last token,
         only the end. ``None`` without a constraint."""
@@ -523,8 +500,8 @@ class TextModel:
             may_end = (masks & end).any(dim=1)
             masks &= ~(end | stops)
             masks[may_end] |= stops
-        if self.ends.token_ids and any(at_last := self._at_last(traces)):
-            masks[torch.tensor(at_last)] &= stops
+        if self.ends.token_ids:
+            masks[torch.tensor([each.count + 1 >= self.max_tokens for each in traces])] &= stops
         return masks
 
     async def _draw_by_rejection(
@@ -556,18 +533,16 @@ class TextModel:
         log_weights = product_of_rows(self._drawing_laws, rows).cpu().double()
         check_finite(log_weights.numpy())
         weights: Floats = log_weights.exp().numpy()
-        states = [each.constraint_state for each in traces]
-        distinct = {id(state): state for state in states}
+        distinct = {id(each.constraint_state): each.constraint_state for each in traces}
         allowed = {key: state.mask().cpu().numpy() for key, state in distinct.items()}
         stops = sorted(self.ends.token_ids)
         endings = weights[:, stops]
-        for row, state, is_last in zip(weights, states, self._at_last(traces), strict=True):
-            ending = row[stops].sum()
+        for row, ending, trace in zip(weights, endings.sum(axis=1), traces, strict=True):
             row[stops] = 0.0
             # The end token stands for all stop tokens in the check of the constraint.
             row[self.eos_token_id] = ending
-            row[~allowed[id(state)]] = 0.0
-            if stops and is_last:
+            row[~allowed[id(trace.constraint_state)]] = 0.0
+            if stops and trace.count + 1 >= self.max_tokens:
                 row[np.arange(len(row)) != self.eos_token_id] = 0.0
         return weights, endings
 
@@ -587,22 +562,29 @@ class TextModel:
         """Return the texts with these tokens, and the constraint's states after them. Without a stop,
         texts after which no token may follow end."""
         token_ids = [token_id for token_id, _, _ in drawn]
-        if self._rejects and self.ends.token_ids and self._proposer is None:
+        if not self.has_exact_weights and self.ends.token_ids and self._proposer is None:
             # A rejection does not tell which stop token, so it is one for all.
             stop, end = min(self.ends.token_ids), self.eos_token_id
             token_ids = [stop if each == end else each for each in token_ids]
         states = [each.constraint_state for each in traces]
-        if self._start is not None and are_quick(states):
-            states = self._advanced(states, token_ids)
-        elif self._start is not None:
-            states = await asyncio.to_thread(self._advanced, states, token_ids)
-        own = traces, token_ids, drawn, states
-        if self.ends.strings:  # which are looked for in texts that are put together
-            new = await asyncio.to_thread(self._traces, *own)
-        else:
-            new = self._traces(*own)
-        if self._start is not None and self.ends.never:
-            await self._end(await asyncio.to_thread(self._complete, new))
+        may_be_complete = self._start is not None and self.ends.never
+
+        def grow() -> tuple[list[TextTrace], list[TextTrace]]:
+            after = states if self._start is None else self._advanced(states, token_ids)
+            new = self._traces(traces, zip(token_ids, drawn, after, strict=True))
+            alive = [each for each in new if may_be_complete and each.log_weight > -math.inf]
+            return new, [
+                each
+                for each in alive
+                if each.count >= self.max_tokens or self._is_complete(each.constraint_state)
+            ]
+
+        # Strings are looked for in texts that are put together.
+        is_quick = not self.ends.strings and not may_be_complete
+        if is_quick and (self._start is None or are_quick(states)):
+            return grow()[0]
+        new, complete = await asyncio.to_thread(grow)
+        await self._end(complete)
         return new
 
     def _advanced(
@@ -621,20 +603,12 @@ class TextModel:
             fill(state for state in after.values() if state is not None)
         return [after[key] for key in keys]
 
-    def _traces(
-        self,
-        traces: Sequence[TextTrace],
-        token_ids: Sequence[int],
-        drawn: Draws,
-        states: Sequence[State | None],
-    ) -> list[TextTrace]:
-        """Return the texts with these tokens, which may end them, as ``max_tokens`` may without a
-        constraint."""
+    def _traces(self, traces: Sequence[TextTrace], drawn: Iterable[Any]) -> list[TextTrace]:
+        """Return the texts with these tokens, draws and states; a token may end them, as ``max_tokens``
+        may without a constraint."""
         longest = self.max_tokens - 1 if self._start is None else math.inf
         new = []
-        for trace, token_id, (_, log_mass, logprob), state in zip(
-            traces, token_ids, drawn, states, strict=True
-        ):
+        for trace, (token_id, (_, log_mass, logprob), state) in zip(traces, drawn, strict=True):
             if token_id == DEAD:
                 new.append(TextTrace(trace, constraint_state=state, log_weight=-math.inf))
                 continue
@@ -666,15 +640,6 @@ class TextModel:
         kept = [each for each, start in zip(token_ids, starts, strict=False) if start < cut]
         return Text(kept, data[:cut], finished=True)
 
-    def _complete(self, traces: Sequence[TextTrace]) -> list[TextTrace]:
-        """Return the texts that end here, without a stop."""
-        return [
-            each
-            for each in traces
-            if each.log_weight > -math.inf
-            and (each.count >= self.max_tokens or self._is_complete(each.constraint_state))
-        ]
-
     def _is_complete(self, state: State) -> bool:
         """Return whether the constraint allows at most the end."""
         words = words_of(state)[0]
@@ -686,13 +651,11 @@ class TextModel:
         answers = await gather_all([self._accepts(state) for state in states.values()])
         accepts = dict(zip(states, answers, strict=True))
         for trace in traces:
-            if accepts[id(trace.constraint_state)]:
-                trace.finished = True
-            else:
+            trace.finished = accepts[id(trace.constraint_state)]
+            if not trace.finished:
                 trace.log_weight = -math.inf
 
     async def _accepts(self, state: State) -> bool:
-        """Return whether a text may end here."""
         if isinstance(state, CheckedState):
             return (await state.check([cast("int", self.eos_token_id)]))[0]
         return state.accepting
@@ -716,12 +679,6 @@ class TextModel:
                 trace.log_twist = 0.0 if finished else value
 
 
-def _populations_of(laws: Sequence[Law], traces: Sequence[TextTrace]) -> list[Population]:
-    texts = [each.token_ids if each.count else () for each in traces]
-    prompts = [each.prompt for each in traces]
-    return [law.population(texts, prompts) for law in laws]
-
-
 def _flags(places: Sequence[int], count: int) -> Any:
     """Return which of ``count`` sequences are at these places; ``None`` for all of them."""
     if len(places) == count:
@@ -729,18 +686,6 @@ def _flags(places: Sequence[int], count: int) -> Any:
     where = np.zeros(count, np.bool_)
     where[[*places]] = True
     return where
-
-
-def _append(
-    populations: Sequence[Population], new: Sequence[TextTrace], going: Sequence[int]
-) -> None:
-    """Append the last token of each text that goes on to its sequences."""
-    tokens = np.full(len(new), -1)
-    for place in going:
-        if new[place].is_open:
-            tokens[place] = new[place].tokens[-1]
-    for each in populations:
-        each.append(tokens)
 
 
 def _joined(before: TextTrace, last: TextTrace) -> TextTrace:
@@ -775,11 +720,9 @@ def _draw_from_product(
     laws: Sequence[Law], rows: Sequence[Tensor], masks: Tensor | None, seeds: Any
 ) -> sampling.BatchDraw:
     """Draw from the product of laws under masks; a mass is the sum of all allowed weights."""
-    return sampling.draw(
-        product_of_rows(laws, rows),
-        mask=None if masks is None else masks.view(torch.uint8),
-        uniforms=sampling.seeded_uniforms(seeds),
-    )
+    mask = None if masks is None else masks.view(torch.uint8)
+    uniforms = sampling.seeded_uniforms(seeds)
+    return sampling.draw(product_of_rows(laws, rows), mask=mask, uniforms=uniforms)
 
 
 def _packed_tokens(token_ids: Iterable[int | None], count: int) -> Tensor:
@@ -798,9 +741,8 @@ def checked_text_model(model: Any) -> TextModel:
 
 def _proposal_law(law: Law, proposal: Any) -> Law | None:
     """Return the law that proposes, ``None`` if the target does. Raises InvalidRequest otherwise."""
-    if proposal is None or isinstance(proposal, AWRS):
-        return None
-    if isinstance(proposal, str) and proposal in ("mask", "awrs"):
+    is_name = isinstance(proposal, str) and proposal in ("mask", "awrs")
+    if proposal is None or is_name or isinstance(proposal, AWRS):
         return None
     if isinstance(proposal, AsyncLM):
         proposal = Law(proposal, law.prompt, temperature=law.temperature)

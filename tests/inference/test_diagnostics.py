@@ -194,7 +194,8 @@ def statistics_of(values: list[list[Any]], **options: Any) -> Any:
 def test_chains_are_diagnosed_by_functions_of_their_values() -> None:
     states = two_states(np.random.default_rng(0), 4, 200, 0.5, 0.5)
     chains = statistics_of([["yes" if state else "no" for state in chain] for chain in states])
-    result = Result((), (), (), np.zeros(0), math.nan, chains=chains)
+    values = tuple(value for step in zip(*chains.values, strict=True) for value in step)
+    result = Result(values, ((),) * 800, values, np.zeros(800), math.nan, chains=chains)
     functions: list[Callable[[Any], Any]] = [
         len, lambda value: value == "yes", lambda value: np.float32(value == "no"),
     ]  # fmt: skip
@@ -205,7 +206,7 @@ def test_chains_are_diagnosed_by_functions_of_their_values() -> None:
     assert math.isnan(result.diagnose(lambda value: 1.0).ess_bulk)
     wrong: list[Callable[[Any], Any]] = [str, lambda value: None, list]
     for function in wrong:
-        with pytest.raises(InvalidRequest, match="diagnosed by numbers"):
+        with pytest.raises(InvalidRequest, match="a function that gives numbers"):
             result.diagnose(function)
     with pytest.raises(InvalidRequest, match="MetropolisHastings has chains"):
         replace(result, chains=None).diagnose(len)

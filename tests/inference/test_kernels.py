@@ -207,7 +207,7 @@ async def test_branches_share_the_weight_and_keep_what_is_finished(lm: AsyncLM) 
     assert 0 < len(state.unfinished) < 6
     assert len(after.particles) == 6 + 2 * len(state.unfinished)
     assert after.log_evidence == pytest.approx(state.log_evidence)
-    assert Counter(after.eve.tolist()) == {
+    assert Counter(after.ancestors.tolist()) == {
         place: 3 if place in state.unfinished else 1 for place in range(6)
     }
 

@@ -500,28 +500,18 @@ def impure(act: Callable[[Execution, int], Any]) -> Any:
     return program
 
 
-class Thing:
-    """A value without an equality of its own."""
-
-
 IMPURE: dict[str, tuple[Callable[[Execution, int], Any], str]] = {
     "kind": (lambda p, run: p.uniform() if run < 3 else p.choice("ab"), "another choice"),
     "a draw less": (lambda p, run: p.sample([0]) if run < 9 else None, "returned earlier"),
     "a draw more": (lambda p, run: p.uniform() if run >= 3 else None, "another uniform"),
     "fewer values": (lambda p, run: p.choice("ab" if run < 3 else "a"), "another choice"),
-    "conditioned text": (lambda p, run: p.condition([0], [1 + run % 2]), "another score"),
-    "condition's context": (lambda p, run: p.condition([run % 2], [1]), "another score"),
-    "condition's adapter": (
-        lambda p, run: p.condition([0], [1], adapter=None if run < 3 else "other"),
-        "another score",
+    "a question": (
+        lambda p, run: p.lm.sample([1], max_tokens=1) if run < 3 else p.lm.score([1], [1]),
+        "another score than before",
     ),
-    "a question": (lambda p, run: p.lm.sample([run], max_tokens=1), "another sample than before"),
+    "a question more": (lambda p, run: p.lm.score([1], [1]) if run >= 3 else None, "another score"),
     "a context's question": (
-        lambda p, run: p.context([0]).top_logprobs(1 + run % 4),
-        "another top_logprobs than before",
-    ),
-    "a context of a question": (
-        lambda p, run: p.context([0, run % 4]).top_logprobs(1),
+        lambda p, run: p.condition([0], [1]) if run < 3 else p.context([0]).top_logprobs(1),
         "another top_logprobs than before",
     ),
 }
@@ -543,10 +533,7 @@ PURE: dict[str, Callable[[Execution, int], Any]] = {
     ),
     "a context in another form": lambda p, run: p.sample([0] if run < 3 else np.array([0])),
     "rounded weights": lambda p, run: p.choice("ab", log_weights=[run * 0.01, 0.0]),
-    "the order of conditions": lambda p, run: asyncio.gather(
-        *(p.condition([0], [1 + (place + run) % 2]) for place in range(2))
-    ),
-    "new objects": lambda p, run: p.choice([Thing(), (Thing(), math.nan), [{"a": {1.5, 2}}]]),
+    "another text of a question": lambda p, run: p.condition([run % 2], [1]),
 }
 
 
@@ -1336,7 +1323,7 @@ async def test_an_error_that_a_program_catches_is_recorded(kind: str) -> None:
 
 
 async def test_given_values_are_those_and_their_probabilities_together() -> None:
-    first, second = Thing(), Thing()
+    first, second = object(), object()
 
     async def program(p: Execution) -> Any:
         drawn = await p.choice([first, second, first], name="thing")
@@ -1463,11 +1450,11 @@ async def test_a_given_name_that_no_draw_has_is_refused() -> None:
             await SMC(Program(lm, program, given={"X": "a"}), num_particles=2).run(0)
 
 
-@pytest.mark.parametrize(("name", "instead"), [("stream", "generate"), ("stream_chat", "chat")])
-async def test_a_stream_in_a_program_is_refused(name: str, instead: str) -> None:
+@pytest.mark.parametrize("name", ["stream", "stream_chat"])
+async def test_a_stream_in_a_program_is_refused(name: str) -> None:
     async def program(p: Any) -> None:
         getattr(p.lm, name)([1], max_tokens=1)
 
     async with await genrt.aload(MODEL, engine="exact") as lm:
-        with pytest.raises(InvalidRequest, match=f"await p.lm.{instead}"):
+        with pytest.raises(InvalidRequest, match="cannot record a stream"):
             await SMC(Program(lm, program), num_particles=2).run(0)

@@ -46,7 +46,6 @@ from genrt.inference import (
     laws,
     metropolis,
     multinomial,
-    programs,
     recipes,
     resample_move,
     resampling,
@@ -371,6 +370,7 @@ def of_powers(*powers: tuple[int, float]) -> Callable[[AsyncLM], dict[str, Any]]
     return lambda lm: {"potential": rest}
 
 
+TARGET = "target=_target(judge, present), "
 LENGTHS = "math.log(old[place].units / new[place].units)"
 CHAINS: dict[str, Any] = {"num_chains": 1, "num_steps": 1}
 
@@ -536,7 +536,7 @@ RECIPES: dict[str, tuple[Law_, list[Wrong]]] = {
                 "(following - present) * values",
                 "following * values",
             ),
-            Wrong("moves by the first target", recipes.tempered, "target=target, whole", "whole"),
+            Wrong("moves by the first target", recipes.tempered, TARGET, ""),
         ],
     ),
     "a power": (
@@ -627,7 +627,12 @@ RECIPES: dict[str, tuple[Law_, list[Wrong]]] = {
     "a program": (
         programs_are_right,
         [
-            Wrong("a proposal's choice as its own", programs._log_share, "shares[index]", "0.5"),
+            Wrong(
+                "a proposal's choice as its own",
+                Execution.choice,
+                "log_target[index] - logs[index]",
+                "0.0",
+            ),
             Wrong(
                 "a text without its mass",
                 Program._texts_longer,
