@@ -26,7 +26,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from genrt.cluster.ranks import RANKED, die_with, import_vllm
+from genrt.cluster.ranks import die_with, import_vllm
 from genrt.cluster.replica import Replica
 from genrt.engines.folders import Folder, sweep
 from genrt.errors import EngineNotInstalled, EngineUnsupported, GenrtError, InvalidRequest
@@ -34,23 +34,17 @@ from genrt.errors import EngineNotInstalled, EngineUnsupported, GenrtError, Inva
 T = TypeVar("T")
 
 OWN_RAY = {
-    "RAY_enable_pipe_based_agent_to_parent_health_check": "1",
+    "RAY_agent_register_timeout_ms": "300000",
     "RAY_gcs_server_port_wait_time_s": "300",
     "RAY_max_direct_call_object_size": str(2**19),
     "RAY_worker_niceness": "0",
     "RAY_worker_register_timeout_seconds": "300",
 }
-"""The settings of a local Ray: a pipe to each agent, time limits for a busy host, replicas with the
-priority of others, and rows of up to 512 KiB within the answer of a call, which is faster."""
+"""The settings of a local Ray: time limits for a busy host, replicas with the priority of others, and
+rows of up to 512 KiB within the answer of a call, which is faster."""
 
-AGENT_PORTS = (
-    *("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"),
-    "runtime_env_agent_port",
-)
-"""Ports of Ray's agents, which a local Ray does without."""
-
-NO_AGENT = "sh", "-c", "read _"
-"""The command in the place of an agent, without which a raylet ends: it waits for the raylet's end."""
+AGENT_PORTS = "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"
+"""Ports of Ray's dashboard agent, which a local Ray does without."""
 
 MOST_RESTARTS = 20
 
@@ -133,18 +127,13 @@ class RayConnection:
         self._opened.callback(folder.close)
         target = tempfile.mkdtemp(prefix="genrt-")
         (folder.path / "link").symlink_to(target)
-        # Given 127.0.0.1, Ray takes the host's address instead, unless this constant says that it has no
-        # clusters of several hosts here. Its variable is read when Ray is imported, maybe long ago.
-        constants = ray._private.ray_constants
-        with _replaced(constants, "ENABLE_RAY_CLUSTER", False):
-            node = _local_node(target, replicas)
+        with _on_loopback(ray):
+            # Bound and not listening, it keeps the port for the agent, which may bind it as well.
+            reserved = self._opened.enter_context(socket.socket())
+            node = _local_node(target, replicas, reserved)
             self._opened.callback(node.kill_all_processes, check_alive=False, allow_graceful=True)
             self._opened.callback(ray.shutdown)
-            # No agent can set up an environment for workers, which have that of this process.
-            os.environ.pop("RAY_JOB_CONFIG_JSON_ENV_VAR", None)
-            with _replaced(constants, "RAY_ENABLE_UV_RUN_RUNTIME_ENV", False):
-                own: Any = {"_node_ip_address": "127.0.0.1", "_skip_env_hook": True}
-                ray.init(node.address, **own, **quiet)
+            ray.init(node.address, _node_ip_address="127.0.0.1", **quiet)
         return True
 
 
@@ -180,9 +169,8 @@ def _on_own_thread(start: Callable[[], T]) -> T:
 
 
 def node_kind() -> Any:
-    """Return Ray's class of a node, without a dashboard and agents: these take most of the time to start
-    Ray, and outlive a killed raylet by a minute. Without them, actors have no ``runtime_env``."""
-    from ray._private import services
+    """Return Ray's class of a node, without a dashboard, whose agent a busy host may not start in Ray's
+    time limit."""
     from ray._private.node import Node
 
     class BareNode(Node):  # type: ignore[misc]
@@ -192,23 +180,24 @@ def node_kind() -> Any:
         def start_raylet(self, *arguments: Any, **options: Any) -> None:
             for name in AGENT_PORTS:  # -1 is Ray's value for a service that is not in use
                 Path(self.get_session_dir_path(), f"{name}_{self.node_id}").write_text("-1")
-            command = "_build_python_executable_command_memory_profileable"
-            with _replaced(services, command, lambda *_: NO_AGENT):
-                super().start_raylet(*arguments, **options)
+            super().start_raylet(*arguments, **options)
 
     return BareNode
 
 
-def _local_node(folder: str, workers: int) -> Any:
-    """Start a Ray on this host with so many workers, which may be ranks, without the dashboard, agents,
-    autoscaler and log monitor of ``ray.init``."""
+def _local_node(folder: str, workers: int, reserved: socket.socket) -> Any:
+    """Start a Ray on this host with so many workers, without the dashboard, autoscaler and log monitor of
+    ``ray.init``. ``reserved`` keeps a port."""
     from ray._private.parameter import RayParams
 
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
     parameters = RayParams(
         node_ip_address="127.0.0.1",
         temp_dir=folder,
         num_cpus=workers,  # Ray would start a worker per core
-        env_vars=dict(RANKED),
+        runtime_env_agent_port=reserved.getsockname()[1],
+        dashboard_agent_listen_port=0,
         no_monitor=True,
         include_log_monitor=False,
     )
@@ -233,14 +222,16 @@ def _own_environment() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
-    """Give a name of a module another value meanwhile."""
-    before = getattr(module, name)
-    setattr(module, name, value)
+def _on_loopback(ray: Any) -> Iterator[None]:
+    """Make a cluster that starts meanwhile listen on 127.0.0.1 alone."""
+    # Given 127.0.0.1, Ray takes the host's address instead, unless this constant says that it has no
+    # clusters of several hosts here. Its variable is read when Ray is imported, maybe long ago.
+    constants = ray._private.ray_constants
+    before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
     try:
         yield
     finally:
-        setattr(module, name, before)
+        constants.ENABLE_RAY_CLUSTER = before
 
 
 class ReplicaActor(Replica):
@@ -289,14 +280,13 @@ class Actors:
         self._is_closed = False
         try:
             share = _gpus_of_each(ray, replicas, gpus)
-            own = {"env_vars": dict(environment)} if not connection.is_local else {}
             kind = ray.remote(ReplicaActor).options(
                 num_cpus=0,
                 num_gpus=share,
                 max_concurrency=THREADS,
                 max_restarts=MOST_RESTARTS,
                 scheduling_strategy="SPREAD",
-                **({"runtime_env": own} if own else {}),
+                **({"runtime_env": {"env_vars": dict(environment)}} if environment else {}),
             )
             # Kept, and no argument of the actor's: Ray does not keep that for the actor's next start.
             self._make = self.put(make)

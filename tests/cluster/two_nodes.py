@@ -14,6 +14,7 @@ import os
 import random
 import select
 import signal
+import socket
 import sys
 import time
 from collections import Counter
@@ -80,6 +81,13 @@ def have_ended(several: list[int]) -> bool:
     return True
 
 
+def port() -> dict[str, int]:
+    """Return an agent's port, for which a scheduler would wait else."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return {"runtime_env_agent_port": free.getsockname()[1], "dashboard_agent_listen_port": 0}
+
+
 @contextlib.contextmanager
 def two_nodes() -> Iterator[tuple[Any, Any]]:
     """Yield a cluster of two raylets and the second of them."""
@@ -88,9 +96,9 @@ def two_nodes() -> Iterator[tuple[Any, Any]]:
 
     node.Node = node_kind()
     quiet = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **quiet})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **port(), **quiet})
     try:
-        yield cluster, cluster.add_node(num_cpus=1, **quiet)
+        yield cluster, cluster.add_node(num_cpus=1, **port(), **quiet)
     finally:
         cluster.shutdown()
 
