@@ -241,6 +241,7 @@ def _start(
             replicas=replicas,
             gpus=0 if engine == "exact" else gpus_of(options),
             environment=RANKED if is_ranked else {},
+            is_vllm=engine == "vllm",
         )
         return ReplicaEngine(actors, replicas)
 

@@ -151,10 +151,13 @@ def here() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
-    """A local Ray, which all runtimes of this process with replicas share."""
+    """A local Ray, which all runtimes of this process with replicas share. Its replicas compile as little
+    as engines of this process do."""
     from genrt.cluster.actors import connection
 
-    connection.join("local", 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_COMPILE_DISABLE", "1")
+        connection.join("local", 2)
     yield
     connection.leave()
 

@@ -26,7 +26,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from genrt.cluster.ranks import die_with
+from genrt.cluster.ranks import die_with, import_vllm
 from genrt.cluster.replica import Replica
 from genrt.engines.folders import Folder, sweep
 from genrt.errors import EngineNotInstalled, EngineUnsupported, GenrtError, InvalidRequest
@@ -237,12 +237,14 @@ def _on_loopback(ray: Any) -> Iterator[None]:
 class ReplicaActor(Replica):
     """A replica that ends with the process that started it."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_vllm: bool) -> None:
         import ray
 
         super().__init__(ray.get)
         warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writable")
         die_with(os.getppid())
+        if is_vllm:
+            import_vllm()
 
     def process(self) -> tuple[str, int]:
         """Return Ray's name of this host, and the number of this process."""
@@ -257,6 +259,7 @@ class Actors:
         cluster: as ``LoadOptions`` has it.
         gpus: how many GPUs each replica takes.
         environment: the environment variables of actors, beside Ray's own.
+        is_vllm: whether their engines are vLLM's.
 
     Raises:
         EngineNotInstalled, EngineUnsupported: as ``RayConnection.join``, or too few GPUs.
@@ -271,6 +274,7 @@ class Actors:
         replicas: int,
         gpus: int,
         environment: Mapping[str, str],
+        is_vllm: bool,
     ) -> None:
         self._ray = ray = connection.join(cluster, replicas)
         self._is_closed = False
@@ -286,7 +290,7 @@ class Actors:
             )
             # Kept, and no argument of the actor's: Ray does not keep that for the actor's next start.
             self._make = self.put(make)
-            self._handles = [kind.remote() for _ in range(replicas)]
+            self._handles = [kind.remote(is_vllm) for _ in range(replicas)]
         except BaseException as error:
             connection.leave()
             if isinstance(error, TypeError | AttributeError | ValueError | RecursionError):

@@ -12,8 +12,11 @@ Rules:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import gc
+import importlib
 import itertools
 import os
 import signal
@@ -113,6 +116,17 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def import_vllm() -> None:
+    """Import vLLM, if it is installed, and freeze all objects, in a process of one engine: vLLM collects
+    garbage seven times while it opens and closes, among the million objects of its modules."""
+    gc.disable()
+    with contextlib.suppress(ImportError):
+        importlib.import_module("genrt.engines.vllm.opening")
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # modules that are frozen at the exit complain of leaks
 
 
 class Ranks:
@@ -401,6 +415,7 @@ def follow(port: int, parent: int) -> None:
     link = Connection(port)
     try:
         number, store, model, options, residency = link.recv()
+        import_vllm()
         rank = Rank(number, store)
         engine = open_engine("vllm", model, options, residency=residency, rank=rank)
         follower = Follower(engine, lambda *answer: link.send(answer))

@@ -1,7 +1,7 @@
 """A runtime of two actors over one local Ray: a line for each thing that is seen.
 
-Ray changes the process that it is in: signals, warnings. So this is one of its own. With an argument it
-waits to be killed, with a fork of it alive and one replica stopped.
+Ray changes the process that it is in: signals, warnings. So this is one of its own. In the end it waits
+to be killed, with another local Ray, a fork of it alive, and one replica stopped.
 """
 
 from __future__ import annotations
@@ -60,6 +60,13 @@ def lives(process: int) -> bool:
         return False
 
 
+def started_by(process: int) -> list[int]:
+    """Return the processes that one has started, and those that these have started."""
+    tasks = Path(f"/proc/{process}/task").glob("*/children")
+    own = [int(each) for children in tasks for each in children.read_text().split()]
+    return [*own, *(each for child in own for each in started_by(child))]
+
+
 def adapter_in(folder: Path, table: torch.Tensor) -> Path:
     from safetensors.torch import save_file
 
@@ -74,7 +81,7 @@ async def main() -> None:
         posterior = await SMC(TextModel(one, [0], max_tokens=6), num_particles=8).run(3)
     tell("ray is not imported", "ray" not in sys.modules)
     environment = dict(os.environ)
-    engine.STALL_SECONDS = 20.0
+    engine.STALL_SECONDS = 8.0
     lm = await genrt.aload(MODEL, replicas=2, **OPTIONS)
     import ray
 
@@ -129,23 +136,29 @@ async def main() -> None:
     lm.close()
     tell("Ray ends with the last runtime", not ray.is_initialized())
     tell("no process is left", not any(map(lives, {*before, *after, *last})))
+    kinds = "genrt-adapters-", "genrt-weights-"  # of this process, and removed with it
+    left = [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(("genrt", "ray"))]
+    tell("no file of Ray's is left", all(name.startswith(kinds) for name in left))
 
 
 async def wait_to_be_killed() -> None:
     lm = await genrt.aload(MODEL, replicas=2, **OPTIONS)
     found = await processes(lm)
-    if not os.fork():
+    agents = b"ray::RuntimeEnvAgent", b"ray::DashboardAgent"  # which try to reach Ray for a minute
+    rays = [
+        each
+        for each in started_by(os.getpid())
+        if not Path(f"/proc/{each}/cmdline").read_bytes().startswith(agents)
+    ]
+    if not (fork := os.fork()):
         os.read(0, 1)
         os._exit(0)
     os.kill(found[0], signal.SIGSTOP)
-    import ray
-
-    node = ray._private.worker._global_node
-    rays = [each.process.pid for several in node.all_processes.values() for each in several]
-    print(json.dumps(["processes", [*found, *rays]]), flush=True)
+    print(json.dumps(["processes", rays, fork]), flush=True)
     signal.pause()
 
 
 if __name__ == "__main__":
     here = __import__("importlib").import_module("tests.cluster.ray_program")  # as actors know it
-    asyncio.run(here.wait_to_be_killed() if sys.argv[1:] else here.main())
+    asyncio.run(here.main())
+    asyncio.run(here.wait_to_be_killed())

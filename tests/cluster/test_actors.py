@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +19,10 @@ import genrt
 from genrt.cluster import actors
 from genrt.cluster.actors import Actors, RayConnection
 from genrt.engines.exact import NGram
+from genrt.engines.folders import sweep
 from genrt.errors import EngineNotInstalled, EngineUnsupported, InvalidRequest
+from tests.cluster.ray_program import lives
+from tests.cluster.two_nodes import have_ended
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = NGram.random(5000, order=0, seed=5)
@@ -31,21 +32,32 @@ PROGRAM = [sys.executable, "-W", "ignore", "-m", "tests.cluster.ray_program"]
 @pytest.mark.proof
 @pytest.mark.promise(number=39)
 @pytest.mark.promise(number=40)
-def test_a_runtime_over_a_local_ray() -> None:
+def test_a_runtime_over_a_local_ray_and_the_end_of_its_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No process outlives an owner that is killed, though a fork of it lives on: not a replica that is
+    stopped, and none of Ray's but its agents. Its files are swept."""
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": ROOT}
     with tempfile.TemporaryDirectory(dir="/tmp") as own:  # Ray's sockets need a short path
-        done = subprocess.run(
-            PROGRAM,
-            cwd=ROOT,
-            env=os.environ | {"TMPDIR": own},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
+        environment = os.environ | {"TMPDIR": own}
+        with subprocess.Popen(PROGRAM, env=environment, **pipes) as parent:
+            assert parent.stdout is not None
+            seen: list[Any] = [("", True)]
+            while seen[-1][0] != "processes" and (line := parent.stdout.readline()):
+                seen += [json.loads(line)] if line.startswith(b"[") else []
+            parent.kill()
+            name, found, fork = seen.pop()
+            ended = have_ended(found)
+            assert lives(fork)
+        assert have_ended([fork])
+        monkeypatch.setattr(tempfile, "tempdir", own)
+        sweep()
         left = [each for each in os.listdir(own) if each.startswith(("genrt", "ray"))]
-    assert done.returncode == 0, done.stderr[-4000:]
-    seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert [name for name, found in seen if found is not True] == []
-    assert len(seen) == 16
+    assert len(seen) == 18
+    assert name == "processes"
+    assert len(found) >= 4, "two replicas and Ray's two processes"
+    assert ended, "it outlives its owner"
     assert left == []
 
 
@@ -79,25 +91,6 @@ def test_two_nodes_lose_nothing_though_one_of_them_dies() -> None:
     assert {*seen.values()} == {True}
     assert left == []
     assert not [each for each in os.listdir("/dev/shm") if each.startswith("genrt")]
-
-
-@pytest.mark.proof
-@pytest.mark.promise(number=40)
-def test_no_process_outlives_an_owner_that_is_killed_though_a_fork_of_it_lives_on() -> None:
-    """Not a replica that is stopped either."""
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([*PROGRAM, "wait"], cwd=ROOT, **pipes) as parent:
-        assert parent.stdout is not None
-        _, found = json.loads(parent.stdout.readline())
-        handles = [os.pidfd_open(each) for each in found]
-        parent.kill()
-        try:
-            for each in handles:
-                assert select.select([each], [], [], 60)[0], "it outlives its owner"
-        finally:
-            for each in handles:
-                signal.pidfd_send_signal(each, signal.SIGKILL)
-                os.close(each)
 
 
 def test_without_ray_replicas_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +160,7 @@ class FakeRay(SimpleNamespace):
 
     def options(self, **given: Any) -> Any:
         self.calls.append(given["num_gpus"])
-        return SimpleNamespace(remote=lambda: None)
+        return SimpleNamespace(remote=lambda is_vllm: None)
 
     def put(self, value: object) -> Any:
         if value is FakeRay:
@@ -219,7 +212,7 @@ def test_a_cluster_that_is_not_there_leaves_nothing_behind(monkeypatch: pytest.M
 
 
 def opened(make: Any, replicas: int, gpus: int) -> Actors:
-    return Actors(make, "auto", environment={}, replicas=replicas, gpus=gpus)
+    return Actors(make, "auto", environment={}, replicas=replicas, gpus=gpus, is_vllm=False)
 
 
 @pytest.mark.parametrize(

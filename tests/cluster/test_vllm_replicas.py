@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +16,9 @@ from safetensors.torch import load_file
 
 import genrt
 from genrt.server import serving
-from tests.cluster.ray_program import identity
+from tests.cluster.ray_program import identity, started_by
+from tests.cluster.two_nodes import have_ended
 from tests.inside import engine_of
-from tests.scripted import PATIENCE_SECONDS
 from tests.waiting import until as happened
 from tests.waiting import until_replicas as until
 
@@ -92,24 +91,9 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 
 
 def ranks_of(process: int) -> list[int]:
-    """The processes that a replica has started."""
-    children = [each.read_text() for each in Path(f"/proc/{process}/task").glob("*/children")]
-    commands = {
-        each: Path(f"/proc/{each}/cmdline").read_bytes() for each in " ".join(children).split()
-    }
-    return [int(each) for each, command in commands.items() if b"follow(" in command]
-
-
-def has_ended(process: int) -> bool:
-    """Wait until there is no such process, for as long as patience lasts."""
-    try:
-        handle = os.pidfd_open(process)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], PATIENCE_SECONDS)[0])
-    finally:
-        os.close(handle)
+    """Return the ranks that a replica has started."""
+    commands = {each: Path(f"/proc/{each}/cmdline").read_bytes() for each in started_by(process)}
+    return [each for each, command in commands.items() if b"follow(" in command]
 
 
 @pytest.mark.promise(number=39)
@@ -149,10 +133,10 @@ def test_two_ranks_answer_as_one_engine_does(
         [rank] = ranks_of(process)
         os.kill(rank, signal.SIGKILL)
         assert_equal(answers(two), renewed)
-        assert has_ended(process)
+        assert have_ended([process])
         until(two, "healthy", restarts=1)
         [last] = ranks_of(two.run_sync(identity))
-    assert has_ended(last)
+    assert have_ended([last])
     assert not [*Path("/dev/shm").glob("genrt-ranks-*")]
 
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
+import multiprocessing
 import os
 import random
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from genrt.engines.exact import ExactEngine, NGram
 from tests.cluster.ray_program import lives, tell
 
 MODEL = NGram.random(11, order=2, seed=5)
-STALL_SECONDS = 6.0
+STALL_SECONDS = 4.0
 PATIENCE_SECONDS = 120.0
 
 
@@ -91,7 +91,6 @@ def port() -> dict[str, int]:
 @contextlib.contextmanager
 def two_nodes() -> Iterator[tuple[Any, Any]]:
     """Yield a cluster of two raylets and the second of them."""
-    os.environ.update(OWN_RAY, RAY_health_check_period_ms="1000")  # a dead node is known after 5 s
     from ray._private import node
     from ray.cluster_utils import Cluster
 
@@ -184,41 +183,57 @@ def opened(folder: Path, replicas: int, address: str) -> genrt.AsyncLM:
     return genrt.load(engine=make, replicas=replicas, cluster=address, cache_bytes=0)
 
 
-def drive(folder: Path, address: str, replicas: int) -> None:
-    """Be a driver that is killed, in the middle of work; one with several replicas has forked."""
-    lm = opened(folder, replicas, address)
-    if replicas > 1 and not os.fork():
-        os.read(0, 1)
-        os._exit(0)
+class Driver:
+    """A fork of this process that drives replicas until it is killed; one with several replicas has
+    forked. It is made while this process has no Ray, and no import costs it anything."""
 
-    async def ask() -> None:
-        for number in itertools.count():
-            await lm.batch_next_token_logprobs([[number % 11, each] for each in range(11)])
-            if number == 3:
-                print(json.dumps(alive(folder)), flush=True)
+    def __init__(self, folder: Path, replicas: int) -> None:
+        self._folder, self._replicas = folder, replicas
+        folder.mkdir()
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=self._drive, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
 
-    asyncio.run(ask())
+    def _drive(self, pipe: Connection) -> None:
+        lm = opened(self._folder, self._replicas, pipe.recv())
+        fork = os.fork() if self._replicas > 1 else None
+        if fork == 0:
+            signal.alarm(round(2 * PATIENCE_SECONDS))
+            signal.pause()
 
+        async def ask() -> None:
+            for number in itertools.count():
+                await lm.batch_next_token_logprobs([[number % 11, each] for each in range(11)])
+                if number == 3:
+                    pipe.send((alive(self._folder), fork))
 
-def driver_killed(folder: Path, address: str, replicas: int) -> bool:
-    """Kill a driver; return whether its replicas end, also a stopped one."""
-    command = f"-W ignore -m tests.cluster.two_nodes {folder} {address} {replicas}"
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, *command.split()], **pipes) as driver:
-        assert driver.stdout is not None
-        found = json.loads(driver.stdout.readline())
+        asyncio.run(ask())
+
+    def killed(self, address: str) -> bool:
+        """Have it drive replicas of a cluster, and kill it; return whether they end, also a stopped one,
+        though its fork lives on."""
+        self._pipe.send(address)
+        found, fork = self._pipe.recv()
         os.kill(found[0], signal.SIGSTOP)
-        driver.kill()
-        return len(found) == replicas and have_ended(found)
+        self._process.kill()
+        ended = have_ended(found)
+        if fork is not None:
+            ended &= lives(fork)
+            os.kill(fork, signal.SIGKILL)
+        return ended and len(found) == self._replicas
 
 
 def main(folder: Path, replicas: int, kills: int) -> None:
     engine.STALL_SECONDS = STALL_SECONDS
+    os.environ.update(OWN_RAY, RAY_health_check_period_ms="1000")  # a dead node is known after 5 s
+    drivers = {name: Driver(folder / name, n) for name, n in (("driven", 1), ("forked", 2))}
     with two_nodes() as (cluster, node):
-        for name, number in (("driven", 1), ("forked", 2)):
-            (folder / name).mkdir()
-            ends = driver_killed(folder / name, cluster.address, number)
-            tell(f"no replica outlives a driver that is killed: {name}", ends)
+        for name, each in drivers.items():
+            tell(
+                f"no replica outlives a driver that is killed: {name}", each.killed(cluster.address)
+            )
         began = time.monotonic()
         lm = opened(folder, replicas, cluster.address)
         tell("opened", round(time.monotonic() - began, 1))
@@ -241,8 +256,4 @@ def main(folder: Path, replicas: int, kills: int) -> None:
 
 if __name__ == "__main__":
     here = __import__("importlib").import_module("tests.cluster.two_nodes")  # as actors know it
-    own, first, second = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-    if ":" in first:
-        here.drive(own, first, int(second))
-    else:
-        here.main(own, int(first), int(second))
+    here.main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
