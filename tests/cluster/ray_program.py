@@ -67,6 +67,13 @@ def started_by(process: int) -> list[int]:
     return [*own, *(each for child in own for each in started_by(child))]
 
 
+def without_agents(several: list[int]) -> list[int]:
+    """Return these processes but for Ray's agents, which try to reach a dead Ray for a minute."""
+    agents = b"ray::RuntimeEnvAgent", b"ray::DashboardAgent"
+    commands = {each: Path(f"/proc/{each}/cmdline").read_bytes() for each in several}
+    return [each for each, command in commands.items() if not command.startswith(agents)]
+
+
 def adapter_in(folder: Path, table: torch.Tensor) -> Path:
     from safetensors.torch import save_file
 
@@ -144,12 +151,7 @@ async def main() -> None:
 async def wait_to_be_killed() -> None:
     lm = await genrt.aload(MODEL, replicas=2, **OPTIONS)
     found = await processes(lm)
-    agents = b"ray::RuntimeEnvAgent", b"ray::DashboardAgent"  # which try to reach Ray for a minute
-    rays = [
-        each
-        for each in started_by(os.getpid())
-        if not Path(f"/proc/{each}/cmdline").read_bytes().startswith(agents)
-    ]
+    rays = without_agents(started_by(os.getpid()))
     if not (fork := os.fork()):
         os.read(0, 1)
         os._exit(0)

@@ -226,7 +226,7 @@ def marks_in(folder: Path) -> int:
     return len(list(folder.iterdir()))
 
 
-_WITHDRAWN: list[str] = []
+_WITHDRAWN: list[Path] = []
 
 
 async def _waits(lm: AsyncLM, started: Path) -> None:
@@ -235,14 +235,14 @@ async def _waits(lm: AsyncLM, started: Path) -> None:
         while True:
             await lm.draw([2])
     except asyncio.CancelledError:
-        _WITHDRAWN.append(started.name)
+        _WITHDRAWN.append(started)
         raise
 
 
-async def _withdrawn(lm: AsyncLM, names: Sequence[str]) -> list[str]:
-    while not {*names} <= {*_WITHDRAWN}:
+async def _withdrawn(lm: AsyncLM, wanted: Sequence[Path]) -> list[Path]:
+    while not {*wanted} <= {*_WITHDRAWN}:
         await lm.draw([3])
-    return _WITHDRAWN
+    return [each for each in _WITHDRAWN if each in wanted]
 
 
 async def started(path: Path, lm: AsyncLM) -> None:
@@ -254,7 +254,8 @@ async def started(path: Path, lm: AsyncLM) -> None:
 async def test_a_program_that_is_withdrawn_is_cancelled_where_it_runs(tmp_path: Path) -> None:
     with genrt.load(MODEL, engine="exact", replicas=1) as lm:
         task = asyncio.create_task(lm.run(partial(_waits, started=tmp_path / "a")))
-        other = asyncio.create_task(lm.run(partial(_withdrawn, names="ab")))
+        both = [tmp_path / "a", tmp_path / "b"]
+        other = asyncio.create_task(lm.run(partial(_withdrawn, wanted=both)))
         await started(tmp_path / "a", lm)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -264,7 +265,7 @@ async def test_a_program_that_is_withdrawn_is_cancelled_where_it_runs(tmp_path: 
             with pytest.raises(TimedOut, match="withdrawn"):
                 await lm.run(partial(_waits, started=tmp_path / "b"), timeout=seconds)
             seconds *= 2
-        assert await other == ["a", "b"]
+        assert await other == both
         assert lm.statistics().batcher.in_flight == 0
         assert [each.in_flight for each in lm.statistics().replicas] == [0]
 
