@@ -5,6 +5,7 @@ MkDocs is not needed for any of it: `make docs`, which takes no warning, checks 
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import filecmp
 import importlib
@@ -60,6 +61,7 @@ def promised_output(block: str) -> list[str]:
 async def run_block(block: str, document: str, namespace: dict[str, Any]) -> list[str]:
     """Run a block in a namespace, awaits at its top level included; the lines that it printed."""
     code = compile(block, document, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    namespace["__builtins__"] = builtins  # as in a script; C code that imports asks for it
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         outcome = types.FunctionType(code, namespace)()
         if inspect.iscoroutine(outcome):
