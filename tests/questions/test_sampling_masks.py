@@ -108,8 +108,11 @@ async def test_streams_and_late_texts_have_the_sets_of_their_tokens(lm: AsyncLM,
     assert partial.sampling_mask.places == whole.places[: len(partial.token_ids)]
 
 
-async def test_a_connected_runtime_has_the_sets_of_the_one_that_is_served(lm: AsyncLM) -> None:
-    options: dict[str, Any] = {"top_k": 3, "seed": 4, "max_tokens": 6, "sampling_mask": "ids"}
+@pytest.mark.parametrize("form", ["ids", "bits"])
+async def test_a_connected_runtime_has_the_sets_of_the_one_that_is_served(
+    lm: AsyncLM, form: Any
+) -> None:
+    options: dict[str, Any] = {"top_k": 3, "seed": 4, "max_tokens": 6, "sampling_mask": form}
     with serving(lm) as server:
         async with await AsyncLM.connect(str(server.url)) as remote:
             here, there = await asyncio.gather(
