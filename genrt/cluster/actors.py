@@ -26,7 +26,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from genrt.cluster.ranks import die_with, import_vllm
+from genrt.cluster.ranks import die_with, preload_vllm
 from genrt.cluster.replica import Replica
 from genrt.engines.folders import Folder, sweep
 from genrt.errors import EngineNotInstalled, EngineUnsupported, GenrtError, InvalidRequest
@@ -244,7 +244,7 @@ class ReplicaActor(Replica):
         warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writable")
         die_with(os.getppid())
         if is_vllm:
-            import_vllm()
+            preload_vllm()
 
     def process(self) -> tuple[str, int]:
         """Return Ray's name of this host, and the number of this process."""

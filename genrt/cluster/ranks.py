@@ -118,7 +118,7 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def import_vllm() -> None:
+def preload_vllm() -> None:
     """Import vLLM, if it is installed, and freeze all objects, in a process of one engine: vLLM collects
     garbage seven times while it opens and closes, among the million objects of its modules."""
     gc.disable()
@@ -415,7 +415,7 @@ def follow(port: int, parent: int) -> None:
     link = Connection(port)
     try:
         number, store, model, options, residency = link.recv()
-        import_vllm()
+        preload_vllm()
         rank = Rank(number, store)
         engine = open_engine("vllm", model, options, residency=residency, rank=rank)
         follower = Follower(engine, lambda *answer: link.send(answer))

@@ -80,8 +80,8 @@ def extend(model: Model, *, pinned: Trace | None = None) -> Kernel:
             log_weights[places] += gains
             for place, trace in zip(places, longer, strict=True):
                 particles[place] = trace
-        after = replace(state, particles=tuple(particles), log_weights=frozen(log_weights))
-        return after.labeled(units=state.units + 1)
+        units, frozen_weights = state.units + 1, frozen(log_weights)
+        return replace(state, particles=tuple(particles), log_weights=frozen_weights, units=units)
 
     return extended_by
 

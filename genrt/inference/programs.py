@@ -554,7 +554,7 @@ def _impure(found: str) -> InvalidRequest:
 def _are_equal(value: Any, given: Any) -> bool:
     if isinstance(value, np.ndarray | torch.Tensor):
         is_like = type(value) is type(given) and value.shape == given.shape
-        return is_like and bool((value == given).all())
+        return is_like and repr(value.tolist()) == repr(given.tolist())  # NaN equals itself
     return value is given or bool(value == given)
 
 

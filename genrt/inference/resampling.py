@@ -34,7 +34,7 @@ def multinomial(
 ) -> Ancestors:
     """Draw independent ancestors, and sort them: the simplest scheme, and the most random (Gordon et
     al. 1993)."""
-    uniforms = np.sort(rng.random(count or len(log_weights)))
+    uniforms = np.sort(rng.random(_size(log_weights, count)))
     return _inverse_cdf(normalized_weights(log_weights), uniforms)
 
 
@@ -42,7 +42,7 @@ def stratified(
     rng: np.random.Generator, log_weights: Floats, count: int | None = None
 ) -> Ancestors:
     """Draw one uniform in each of N equal strata of the cumulative weights (Kitagawa 1996)."""
-    size = count or len(log_weights)
+    size = _size(log_weights, count)
     return _by_strata(log_weights, rng.random(size), size)
 
 
@@ -51,16 +51,17 @@ def systematic(
 ) -> Ancestors:
     """Draw one uniform and shift it into each of N equal strata: an ancestor of normalized weight w has
     ``floor(N w)`` or ``ceil(N w)`` children (Kitagawa 1996; Douc & Cappé 2005)."""
-    return _by_strata(log_weights, rng.random(), count or len(log_weights))
+    return _by_strata(log_weights, rng.random(), _size(log_weights, count))
 
 
 def residual(rng: np.random.Generator, log_weights: Floats, count: int | None = None) -> Ancestors:
     """Give ``floor(N w)`` children for certain, the rest multinomially by the remainders (Liu & Chen
     1998)."""
-    expected = _expected(log_weights, count or len(log_weights))
+    size = _size(log_weights, count)
+    expected = _expected(log_weights, size)
     certain = np.floor(expected)
     ancestors = np.repeat(np.arange(len(expected)), certain.astype(np.int64))
-    if not (missing := (count or len(log_weights)) - len(ancestors)):
+    if not (missing := size - len(ancestors)):
         return ancestors
     drawn = _inverse_cdf(expected - certain, np.sort(rng.random(missing)))
     return np.sort(np.concatenate([ancestors, drawn]))
@@ -85,7 +86,7 @@ def optimal(
     """Keep ``count`` different ones of N weights: weights above a threshold as they are, and others by
     strata, each raised to the threshold. No scheme of unbiased weights has a smaller squared error
     (Fearnhead & Clifford 2003). With at most ``count`` positive weights all stay."""
-    weights, count = normalized_weights(log_weights), count or len(log_weights)
+    weights, count = normalized_weights(log_weights), _size(log_weights, count)
     scale = math.log(count / len(weights))
     [positive] = np.nonzero(weights > 0)
     if len(positive) <= count:
@@ -141,6 +142,10 @@ def normalized_weights(log_weights: Floats) -> Floats:
     weights: Floats = np.exp(log_weights - peak)
     weights /= weights.sum()
     return weights
+
+
+def _size(log_weights: Floats, count: int | None) -> int:
+    return len(log_weights) if count is None else count
 
 
 def _expected(log_weights: Floats, count: int) -> Floats:

@@ -55,17 +55,14 @@ class DescribedSets:
     def _in_form(self, found: np.ndarray, form: MaskForm) -> list[bytes]:
         start = NUMBERS + self._words
         packed, listed = found[:, NUMBERS:start], found[:, start:]
-        sizes = found[:, NUMBERS - 1]
-        stays_packed = sizes >= self._words if form == "bits" else np.zeros(len(sizes), np.bool_)
-        sets = [
-            words.tobytes() if is_packed else row[:size].tobytes()
-            for words, row, size, is_packed in zip(
-                packed, listed, sizes.tolist(), stays_packed.tolist(), strict=True
-            )
-        ]
-        unlisted = np.flatnonzero((sizes > listed.shape[-1]) & ~stays_packed)
-        for place, ids in zip(unlisted.tolist(), in_form(packed[unlisted], "ids"), strict=True):
-            sets[place] = ids
+        sizes, sets = found[:, NUMBERS - 1].tolist(), list[bytes]()
+        for words, ids, size in zip(packed, listed, sizes, strict=True):
+            if form == "bits" and size >= self._words:
+                sets.append(words.tobytes())
+            elif size <= len(ids):
+                sets.append(ids[:size].tobytes())
+            else:
+                sets += in_form(words[None], "ids")
         return sets
 
 

@@ -1338,6 +1338,18 @@ async def test_given_values_are_those_and_their_probabilities_together() -> None
             assert result.log_evidence == pytest.approx(math.log(share))
 
 
+async def test_a_given_array_is_the_one_with_equal_numbers() -> None:
+    async def program(p: Execution) -> float:
+        drawn = await p.choice([np.array([1.0, math.nan]), np.array([2.0])], name="row")
+        await p.sample([0])
+        return float(drawn[0])
+
+    with genrt.load(MODEL, engine="exact") as lm:
+        given = {"row": np.array([1.0, math.nan])}
+        result = await SMC(Program(lm, program, given=given), num_particles=2).run(0)
+    assert result.values == (1.0, 1.0)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
