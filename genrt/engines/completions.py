@@ -21,7 +21,6 @@ from genrt.questions.completions import (
     CompletionRequest,
     Decoding,
     Delta,
-    DrawnFrom,
     FinishReason,
     SampleRequest,
     SamplingMask,
@@ -31,7 +30,7 @@ from genrt.structures.guides import Guides
 from genrt.tokens.detokenizing import TextStream
 from genrt.tokens.rows import normalised
 from genrt.tokens.sampling import GREEDY_BELOW, weighed
-from genrt.tokens.sets import MaskForm, in_form, mass_of_sets, packed_sets
+from genrt.tokens.sets import DrawnFrom, MaskForm, in_form, mass_of_sets, packed_sets
 from genrt.tokens.spellings import Spellings
 
 NO_TOKEN = (

@@ -16,7 +16,7 @@ from genrt.questions.arguments import Adapter, TokenIds, abbreviated, check_seed
 from genrt.questions.request import Request
 from genrt.questions.rows import Limits
 from genrt.tokens.sampling import GREEDY_BELOW
-from genrt.tokens.sets import MaskForm, as_bits
+from genrt.tokens.sets import DrawnFrom, MaskForm, as_bits
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 """Why a text is over: it has ended, it is as long as it may be, or the engine aborted it."""
@@ -49,15 +49,6 @@ def weights_spans(
         for (version, place), until in zip(begins, ends, strict=False)
     )
     return tuple(each for each in spans if each.start < each.end)
-
-
-class DrawnFrom(NamedTuple):
-    """The set of one place of a ``SamplingMask``: the drawn token's log-probability in it, its mass, and
-    its tokens, as ``genrt.tokens.sets.in_form`` stores them."""
-
-    logprob: float
-    log_mass: float
-    tokens: bytes
 
 
 @dataclass(frozen=True, slots=True, repr=False)

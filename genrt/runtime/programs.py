@@ -25,9 +25,6 @@ from genrt.questions.request import Request
 from genrt.runtime.ask import within
 from genrt.runtime.concurrency import run_in_thread
 
-RUNTIME = "the runtime"
-"""The mark in place of the runtime."""
-
 Outcome: TypeAlias = tuple[Any, BaseException | None]
 """The value that a program returned, and its error."""
 
@@ -141,13 +138,20 @@ async def program_result(work: Any, lm: Any, seed: int) -> Any:
     return await running
 
 
+def its_runtime() -> Any:
+    """Stand in a program's bytes for the runtime of the end that reads them, which replaces the call."""
+    raise TypeError("a program is read by unpickle_program")
+
+
 def pickle_program(value: object, lm: Any) -> bytes:
     """Return a value as bytes, with a mark for this runtime. Raises any error of pickling."""
     from ray.cloudpickle import CloudPickler
 
     class Packing(CloudPickler):  # type: ignore[misc]
-        def persistent_id(self, each: object) -> str | None:
-            return RUNTIME if isinstance(each, type(lm)) and each == lm else None
+        def reducer_override(self, each: Any) -> Any:
+            if isinstance(each, type(lm)) and each == lm:
+                return its_runtime, ()
+            return super().reducer_override(each)
 
     out = io.BytesIO()
     Packing(out, protocol=5).dump(value)
@@ -158,8 +162,9 @@ def unpickle_program(data: bytes, lm: Any) -> Any:
     """Return the value that ``pickle_program`` has made of, with this runtime in it."""
 
     class Unpacking(pickle.Unpickler):
-        def persistent_load(self, mark: object) -> Any:
-            return lm
+        def find_class(self, module: str, name: str) -> Any:
+            is_mark = module == __name__ and name == its_runtime.__name__
+            return (lambda: lm) if is_mark else super().find_class(module, name)
 
     return Unpacking(io.BytesIO(data)).load()
 

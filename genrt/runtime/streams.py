@@ -30,12 +30,12 @@ from genrt.questions.completions import (
     Completion,
     CompletionRequest,
     Delta,
-    DrawnFrom,
     SamplingMask,
     Streamed,
     Told,
     weights_spans,
 )
+from genrt.tokens.sets import DrawnFrom
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +18,15 @@ MaskForm: TypeAlias = Literal["ids", "bits"]
 
 NUMBERS = 3
 """How many words describe a set before its bits: a log-probability, a log mass and a size."""
+
+
+class DrawnFrom(NamedTuple):
+    """The set that a token was drawn from: the token's log-probability in it, its mass, and its tokens,
+    as ``in_form`` stores them."""
+
+    logprob: float
+    log_mass: float
+    tokens: bytes
 
 
 class DescribedSets:
@@ -39,18 +48,16 @@ class DescribedSets:
         else:
             described = _described
         self._copy = AsyncHostCopy(described(laws, rows, divisors, token_ids))
-        self._numbers: list[list[float]] = []
-        self._sets: dict[MaskForm, list[bytes]] = {}
+        self._places: dict[MaskForm, list[DrawnFrom]] = {}
 
-    def place(self, row: int, form: MaskForm) -> tuple[float, float, bytes]:
-        """Return the drawn token's log-probability, and its set's log mass and tokens. It waits for the
-        device only if the step has not ended."""
-        if form not in self._sets:
+    def places(self, form: MaskForm) -> list[DrawnFrom]:
+        """Return the sets in the order of the draws. It waits for the device only if the step has not
+        ended."""
+        if form not in self._places:
             found = self._copy.result().numpy()
-            self._numbers = found[:, : NUMBERS - 1].view(np.float32).tolist()
-            self._sets[form] = self._in_form(found, form)
-        logprob, log_mass = self._numbers[row]
-        return logprob, log_mass, self._sets[form][row]
+            numbers = found[:, : NUMBERS - 1].view(np.float32).T.tolist()
+            self._places[form] = [*map(DrawnFrom, *numbers, self._in_form(found, form))]
+        return self._places[form]
 
     def _in_form(self, found: np.ndarray, form: MaskForm) -> list[bytes]:
         start = NUMBERS + self._words

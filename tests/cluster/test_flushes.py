@@ -33,7 +33,6 @@ from genrt.questions.completions import (
     CompletionRequest,
     Decoding,
     Delta,
-    DrawnFrom,
     SampleRequest,
     SamplingMask,
 )
@@ -44,6 +43,7 @@ from genrt.questions.rows import Limits, LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle, Sequences
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
+from genrt.tokens.sets import DrawnFrom
 from tests.questions.test_origins import AsLists
 
 Lists = list[list[int]]

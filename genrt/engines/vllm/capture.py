@@ -23,10 +23,9 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2Logi
 
 from genrt.engines.vllm.requests import MASKED, PROCESSED, SEED, TICKET, Masked
 from genrt.errors import EngineUnsupported
-from genrt.questions.completions import DrawnFrom
 from genrt.tokens.rows import AsyncHostCopy, corrected, moved, normalised
 from genrt.tokens.sampling import GREEDY_BELOW, mixed
-from genrt.tokens.sets import DescribedSets, MaskForm, divisors_of
+from genrt.tokens.sets import DescribedSets, DrawnFrom, MaskForm, divisors_of
 
 if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
@@ -144,17 +143,17 @@ class DrawnSets:
         for row, (ticket, place) in enumerate(zip(drawn.tickets, drawn.places, strict=True)):
             found.setdefault(ticket, {})[place] = step, row
 
-    def take(self, ticket: int, places: range, form: MaskForm) -> list[DrawnFrom]:
-        """Remove the sets of a text's places, and return them."""
-        found = self._found.get(ticket, {})
+    def take(self, ticket: int, start: int, count: int, form: MaskForm) -> list[DrawnFrom]:
+        """Remove the sets of ``count`` places of a text from ``start`` on, and return them."""
         try:
-            taken = [found.pop(place) for place in places]
+            found = self._found[ticket] if count else {}
+            taken = [found.pop(place) for place in range(start, start + count)]
         except KeyError:
             raise EngineUnsupported(
                 "vLLM drew a token without genrt's view of its sampler; this version or configuration of "
                 "vLLM has no sampling_mask"
             ) from None
-        return [DrawnFrom(*step.place(row, form)) for step, row in taken]
+        return [step.places(form)[row] for step, row in taken]
 
     def forget(self, tickets: Iterable[int]) -> None:
         """Forget the sets of texts that have ended."""

@@ -39,7 +39,6 @@ from genrt.questions.completions import (
     CompletionRequest,
     Decoding,
     Delta,
-    DrawnFrom,
     FinishReason,
     NativeRequest,
     SampleRequest,
@@ -53,7 +52,7 @@ from genrt.questions.completions import (
 from genrt.questions.request import Request, Result
 from genrt.tokens.detokenizing import TextStream, ends_inside_character
 from genrt.tokens.sampling import GREEDY_BELOW
-from genrt.tokens.sets import MaskForm, in_form
+from genrt.tokens.sets import DrawnFrom, MaskForm, in_form
 from genrt.tokens.spellings import Spellings
 
 READ_EVERY = 16
@@ -513,8 +512,9 @@ class VLLMTexts:
             unread = text.unread
             unread += output.new_token_ids
             if text.form is not None and self._sets is not None:
-                taken = range(len(text.places), len(text.places) + len(output.new_token_ids))
-                text.places += self._sets.take(int(output.request_id), taken, text.form)
+                text.places += self._sets.take(
+                    int(output.request_id), len(text.places), len(output.new_token_ids), text.form
+                )
             if text.first is None and unread:
                 text.first = now
             if output.prefill_stats is not None:
