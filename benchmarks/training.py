@@ -118,7 +118,7 @@ def drawing(
     def run() -> tuple[int, int]:
         done = lm.batch_generate_sync(texts(), seed=1, sampling_mask=form, **options)
         masks = [each.sampling_mask for each in done if each.sampling_mask is not None]
-        nbytes = sum(len(place.tokens) + 8 for mask in masks for place in mask.places)
+        nbytes = sum(len(tokens) + 8 for mask in masks for _, _, tokens in mask.places)
         return sum(len(each.token_ids) for each in done), nbytes
 
     return run

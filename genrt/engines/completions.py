@@ -212,7 +212,8 @@ class CompletionState:
         mass = 0.0 if by_model is None else float(mass_of_sets(by_model, law[None]))
         packed = packed_sets(law[None])
         self._words = packed.shape[-1]
-        return DrawnFrom(float(law[token]), mass, *in_form(packed, form))
+        [tokens] = in_form(packed, form)
+        return float(law[token]), mass, tokens
 
     def _stop(self, seen: int) -> tuple[str, int] | None:
         """Return the stop string that is complete first in the text from ``seen`` on, and the length of

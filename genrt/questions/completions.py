@@ -71,13 +71,13 @@ class SamplingMask:
     @property
     def logprobs(self) -> np.ndarray:
         """The log-probability of each drawn token within its set, float32 ``[n]``; 0 if it is greedy."""
-        return np.array([each.logprob for each in self.places], np.float32)
+        return np.array([logprob for logprob, _, _ in self.places], np.float32)
 
     @property
     def log_mass(self) -> np.ndarray:
         """The log-probability of each set by the model at the temperature, float32 ``[n]``: before
         penalties, and with a structure among the tokens that it admits. 0 if it is greedy."""
-        return np.array([each.log_mass for each in self.places], np.float32)
+        return np.array([log_mass for _, log_mass, _ in self.places], np.float32)
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -102,7 +102,7 @@ class SamplingMask:
     def _sets(self, form: MaskForm) -> list[bytes]:
         if self.form != form:
             raise InvalidRequest(f"the sets are {self.form}: ask with sampling_mask={form!r}")
-        return [each.tokens for each in self.places]
+        return [tokens for _, _, tokens in self.places]
 
     def __len__(self) -> int:
         return len(self.places)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -16,17 +16,12 @@ from genrt.tokens.sampling import tempered
 MaskForm: TypeAlias = Literal["ids", "bits"]
 """The form in which sets are read: int32 token ids in order, or bits in whole int32 words."""
 
+DrawnFrom: TypeAlias = tuple[float, float, bytes]
+"""The set that a token was drawn from: the token's log-probability in it, the set's log mass, and its
+tokens, as ``in_form`` stores them. Python's garbage collector does not visit plain tuples of these."""
+
 NUMBERS = 3
 """How many words describe a set before its bits: a log-probability, a log mass and a size."""
-
-
-class DrawnFrom(NamedTuple):
-    """The set that a token was drawn from: the token's log-probability in it, its mass, and its tokens,
-    as ``in_form`` stores them."""
-
-    logprob: float
-    log_mass: float
-    tokens: bytes
 
 
 class DescribedSets:
@@ -56,7 +51,7 @@ class DescribedSets:
         if form not in self._places:
             found = self._copy.result().numpy()
             numbers = found[:, : NUMBERS - 1].view(np.float32).T.tolist()
-            self._places[form] = [*map(DrawnFrom, *numbers, self._in_form(found, form))]
+            self._places[form] = [*zip(*numbers, self._in_form(found, form), strict=True)]
         return self._places[form]
 
     def _in_form(self, found: np.ndarray, form: MaskForm) -> list[bytes]:

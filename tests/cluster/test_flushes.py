@@ -43,7 +43,6 @@ from genrt.questions.rows import Limits, LogprobsRequest
 from genrt.questions.scores import ScoreRequest
 from genrt.questions.sequences import Contexts, Origins, SequenceHandle, Sequences
 from genrt.tokens.sampling import BatchDraw, Draw, TopLogprobs
-from genrt.tokens.sets import DrawnFrom
 from tests.questions.test_origins import AsLists
 
 Lists = list[list[int]]
@@ -75,7 +74,7 @@ REQUESTS: list[Request] = [
     ReadRequest(ROW, TopWithTail(2, 0.5)),
 ]
 INFINITE = float("-inf")
-MASK = SamplingMask("ids", (DrawnFrom(-0.5, -0.1, b"abcd"), DrawnFrom(0.0, 0.0, b"")), 3)
+MASK = SamplingMask("ids", ((-0.5, -0.1, b"abcd"), (0.0, 0.0, b"")), 3)
 TEXT = Completion("ab", (1, 2), (0,), (-1.5, INFINITE), ({3: -2.0},), "stop", 5, 1.0, 0.5, "r", 5)
 MASKED = replace(TEXT, sampling_mask=MASK)
 RESULTS: list[Any] = [

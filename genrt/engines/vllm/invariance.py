@@ -89,9 +89,10 @@ def check_same_bits(engine: VLLMEngine, *, block_size: int) -> None:
 
 def _advice(device: torch.device, passed: int) -> str:
     if device.type != "cpu":
+        # FlashAttention 3 computes heads of 64 otherwise for eight tokens or fewer of a long context.
         return (
-            "set CUBLAS_WORKSPACE_CONFIG=:16:8 and CUBLASLT_WORKSPACE_SIZE=1 too before the program "
-            "starts, or load with residency=False and engine_options={'enable_prefix_caching': False}"
+            "load with engine_options={'attention_backend': 'TRITON_ATTN'}, and set "
+            "CUBLAS_WORKSPACE_CONFIG=:16:8 and CUBLASLT_WORKSPACE_SIZE=1 too before the program starts"
         )
     if passed:
         return (

@@ -181,7 +181,7 @@ class _TextState:
             for row, token in zip(packed, drawn, strict=True):
                 row[token // 32] = 1 << token % 32
             sets = in_form(packed.view(np.int32), decoding.sampling_mask)
-            places = [DrawnFrom(0.0, 0.0, each) for each in sets]
+            places = [(0.0, 0.0, each) for each in sets]
         return sampling_mask(decoding, places, self.words)
 
     def _logprobs(
