@@ -71,6 +71,7 @@ class RayConnection:
         self._lock = threading.Lock()
         self._users = 0
         self._opened = contextlib.ExitStack()  # empty where the user has connected Ray
+        self._gpus_taken = 0.0  # of a local Ray
         self.is_local = False
 
     def join(self, cluster: str, replicas: int) -> Any:
@@ -98,9 +99,31 @@ class RayConnection:
             self._users += 1
         return ray
 
-    def leave(self) -> None:
-        """Close the connection with its last runtime, if genrt opened it."""
+    def take_gpus(self, ray: Any, replicas: int, gpus: int) -> float:
+        """Return the GPUs of each replica: 0 if the cluster has none, and a share of one if replicas of
+        one GPU each are more than those of a local Ray. Raises EngineUnsupported if that has too few."""
+        if not (there := int(ray.cluster_resources().get("GPU", 0))):
+            return 0.0
+        share = 1 / -(-replicas // there) if self.is_local and gpus == 1 else float(gpus)
+        needed = f"{replicas} replicas need {share * replicas:g} GPUs"
+        with self._lock:
+            free = round(there - self._gpus_taken, 6)
+            if self.is_local and round(share * replicas, 6) > free:
+                raise EngineUnsupported(
+                    f"{needed}, and {free:g} of {there} are free: close other runtimes with replicas, or "
+                    "give each a process and its own CUDA_VISIBLE_DEVICES"
+                )
+            self._gpus_taken += share * replicas if self.is_local else 0.0
+        if not self.is_local and share * replicas > there:
+            few = f"{needed}, and the cluster has {there}: they wait for more"
+            warnings.warn(few, RuntimeWarning, stacklevel=3)
+        return share
+
+    def leave(self, gpus: float = 0.0) -> None:
+        """Give GPUs of a local Ray back, and close the connection with its last runtime, if genrt opened
+        it."""
         with self._lock, _own_environment():
+            self._gpus_taken -= gpus if self.is_local else 0.0
             self._users -= 1
             if not self._users:
                 self.is_local = False
@@ -277,9 +300,10 @@ class Actors:
         is_vllm: bool,
     ) -> None:
         self._ray = ray = connection.join(cluster, replicas)
-        self._is_closed = False
+        self._is_closed, self._gpus = False, 0.0
         try:
-            share = _gpus_of_each(ray, replicas, gpus)
+            share = connection.take_gpus(ray, replicas, gpus)
+            self._gpus = share * replicas
             kind = ray.remote(ReplicaActor).options(
                 num_cpus=0,
                 num_gpus=share,
@@ -292,7 +316,7 @@ class Actors:
             self._make = self.put(make)
             self._handles = [kind.remote(is_vllm) for _ in range(replicas)]
         except BaseException as error:
-            connection.leave()
+            connection.leave(self._gpus)
             if isinstance(error, TypeError | AttributeError | ValueError | RecursionError):
                 raise InvalidRequest(
                     f"the engine cannot be sent to other processes ({error}): give a function that can "
@@ -351,7 +375,7 @@ class Actors:
                 with contextlib.suppress(Exception):
                     self._ray.kill(each)
             self._handles = []
-            connection.leave()
+            connection.leave(self._gpus)
             until = time.monotonic() + EXIT_SECONDS
             while ends and (ended := wait(ends, max(0.0, until - time.monotonic()))):
                 ends -= {*ended}
@@ -365,21 +389,6 @@ class Actors:
             return cause
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return Gone(reason, is_final=isinstance(error, errors.ActorDiedError))
-
-
-def _gpus_of_each(ray: Any, replicas: int, gpus: int) -> float:
-    """Return the GPUs of each replica: 0 where the cluster has none, and a share of one if replicas of
-    one GPU each are more than the GPUs of this host."""
-    there = int(ray.cluster_resources().get("GPU", 0))
-    if not there or gpus * replicas <= there:
-        return gpus if there else 0
-    if connection.is_local and gpus == 1:
-        return 1 / -(-replicas // there)
-    lacking = f"{replicas} replicas need {gpus * replicas} GPUs, and the cluster has {there}"
-    if connection.is_local:
-        raise EngineUnsupported(lacking)
-    warnings.warn(f"{lacking}: they wait for more", RuntimeWarning, stacklevel=3)
-    return gpus
 
 
 def ray_host() -> str:

@@ -229,7 +229,7 @@ def test_replicas_take_the_gpus_of_this_host(
 def test_replicas_without_gpus_are_refused_or_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other hosts may join a cluster; the one that genrt started has only this."""
     monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray := FakeRay(gpus=3)))
-    few = "2 replicas need 4 GPUs, and the cluster has 3"
+    few = "2 replicas need 4 GPUs, and 3 of 3 are free"
     with pytest.raises(EngineUnsupported, match=few):
         opened(partial(int), 2, 2)
     assert ray.calls[-2:] == ["shutdown", "killed"]
@@ -239,6 +239,27 @@ def test_replicas_without_gpus_are_refused_or_wait(monkeypatch: pytest.MonkeyPat
         with pytest.warns(RuntimeWarning, match=few):
             opened(partial(int), 2, 1)
         assert ray.calls[-1] == 1
+
+
+def test_runtimes_of_one_process_divide_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their actors would wait for each other without end."""
+    monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray := FakeRay(gpus=2)))
+    monkeypatch.setattr(actors, "ray_host", lambda: "here")
+    one = opened(partial(int), 1, 1)
+    with pytest.raises(
+        EngineUnsupported, match="2 replicas need 2 GPUs, and 1 of 2 are free: close"
+    ):
+        opened(partial(int), 2, 1)
+    two = opened(partial(int), 1, 1)
+    for each in (one, two):
+        each.close()
+        each.close()
+    several = opened(partial(int), 3, 1)
+    assert ray.calls[-1] == 0.5
+    with pytest.raises(EngineUnsupported, match=r"1 replicas need 1 GPUs, and 0\.5 of 2 are free"):
+        opened(partial(int), 1, 1)
+    several.close()
+    assert ray.calls[-2:] == ["shutdown", "killed"]
 
 
 def test_a_failure_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
