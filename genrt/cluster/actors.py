@@ -71,7 +71,7 @@ class RayConnection:
         self._lock = threading.Lock()
         self._users = 0
         self._opened = contextlib.ExitStack()  # empty where the user has connected Ray
-        self._gpus_taken = 0.0  # of a local Ray
+        self._gpus_taken = 0.0  # by this process's runtimes
         self.is_local = False
 
     def join(self, cluster: str, replicas: int) -> Any:
@@ -105,25 +105,22 @@ class RayConnection:
         if not (there := int(ray.cluster_resources().get("GPU", 0))):
             return 0.0
         share = 1 / -(-replicas // there) if self.is_local and gpus == 1 else float(gpus)
-        needed = f"{replicas} replicas need {share * replicas:g} GPUs"
+        needed = share * replicas
         with self._lock:
-            free = round(there - self._gpus_taken, 6)
-            if self.is_local and round(share * replicas, 6) > free:
-                raise EngineUnsupported(
-                    f"{needed}, and {free:g} of {there} are free: close other runtimes with replicas, or "
-                    "give each a process and its own CUDA_VISIBLE_DEVICES"
-                )
-            self._gpus_taken += share * replicas if self.is_local else 0.0
-        if not self.is_local and share * replicas > there:
-            few = f"{needed}, and the cluster has {there}: they wait for more"
-            warnings.warn(few, RuntimeWarning, stacklevel=3)
+            left = ray.available_resources().get("GPU", 0.0)  # this lags behind a close
+            free = there - self._gpus_taken if self.is_local else left
+            few = f"{replicas} replicas need {needed:g} GPUs, and {free:g} of {there} are free"
+            if round(needed - free, 6) > 0:
+                if self.is_local:
+                    raise EngineUnsupported(f"{few}: close other runtimes, or use another process")
+                warnings.warn(f"{few}: they wait for more", RuntimeWarning, stacklevel=3)
+            self._gpus_taken += needed
         return share
 
     def leave(self, gpus: float = 0.0) -> None:
-        """Give GPUs of a local Ray back, and close the connection with its last runtime, if genrt opened
-        it."""
+        """Give GPUs back, and close the connection with its last runtime, if genrt opened it."""
         with self._lock, _own_environment():
-            self._gpus_taken -= gpus if self.is_local else 0.0
+            self._gpus_taken -= gpus
             self._users -= 1
             if not self._users:
                 self.is_local = False

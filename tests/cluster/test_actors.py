@@ -155,6 +155,10 @@ class FakeRay(SimpleNamespace):
     def cluster_resources(self) -> dict[str, float]:
         return {"CPU": 2.0} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
+    def available_resources(self) -> dict[str, float]:
+        """Of these one GPU is another job's."""
+        return {"GPU": self.gpus - 1.0}
+
     def remote(self, _: type) -> Any:
         return SimpleNamespace(options=self.options)
 
@@ -233,9 +237,9 @@ def test_replicas_without_gpus_are_refused_or_wait(monkeypatch: pytest.MonkeyPat
     with pytest.raises(EngineUnsupported, match=few):
         opened(partial(int), 2, 2)
     assert ray.calls[-2:] == ["shutdown", "killed"]
-    for ray in (FakeRay(connected=True), FakeRay(running=True)):
+    for ray in (FakeRay(connected=True, gpus=2), FakeRay(running=True, gpus=2)):
         monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray))
-        few = "2 replicas need 2 GPUs, and the cluster has 1: they wait"
+        few = "2 replicas need 2 GPUs, and 1 of 2 are free: they wait"
         with pytest.warns(RuntimeWarning, match=few):
             opened(partial(int), 2, 1)
         assert ray.calls[-1] == 1
@@ -264,7 +268,8 @@ def test_runtimes_of_one_process_divide_its_gpus(monkeypatch: pytest.MonkeyPatch
 
 def test_a_failure_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning that is raised, as in tests, or a function that cannot be sent."""
-    monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray := FakeRay(running=True)))
+    ray = FakeRay(running=True, gpus=2)
+    monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning, match="they wait for more"):
