@@ -13,6 +13,7 @@ of the step and the kernel's place in it, so kernels may run at once.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -46,14 +47,14 @@ LogTarget: TypeAlias = Callable[[Sequence[Any]], Floats | Awaitable[Floats]]
 
 def chain(*kernels: Kernel) -> Kernel:
     """Return the kernel that runs these one after the other."""
+    return functools.partial(_chained, kernels)
 
-    async def chained(state: State) -> State:
-        key = state.key
-        for number, kernel in enumerate(kernels):
-            state = await kernel(state.at(*key, number))
-        return state.at(*key)
 
-    return chained
+async def _chained(kernels: Sequence[Kernel], state: State) -> State:
+    key = state.key
+    for number, kernel in enumerate(kernels):
+        state = await kernel(state.at(*key, number))
+    return state.at(*key)
 
 
 def repeat(kernel: Kernel, count: int) -> Kernel:
@@ -67,23 +68,23 @@ def extend(model: Model, *, pinned: Trace | None = None) -> Kernel:
     Args:
         pinned: a trace that particle 0 follows, as conditional SMC needs it.
     """
+    return functools.partial(_extended_by, model, pinned)
 
-    async def extended_by(state: State) -> State:
-        places = [place for place in state.unfinished if place or pinned is None]
-        particles, log_weights = list(state.particles), state.log_weights.copy()
-        if pinned is not None and 0 in state.unfinished:
-            particles[0] = pinned.cut(particles[0].units + 1)
-            log_weights[0] += particles[0].gain
-        if places:
-            growing = [particles[place] for place in places]
-            longer, gains = await extended(model, growing, model_seed(state.seed_sequence()))
-            log_weights[places] += gains
-            for place, trace in zip(places, longer, strict=True):
-                particles[place] = trace
-        units, frozen_weights = state.units + 1, frozen(log_weights)
-        return replace(state, particles=tuple(particles), log_weights=frozen_weights, units=units)
 
-    return extended_by
+async def _extended_by(model: Model, pinned: Trace | None, state: State) -> State:
+    places = [place for place in state.unfinished if place or pinned is None]
+    particles, log_weights = list(state.particles), state.log_weights.copy()
+    if pinned is not None and 0 in state.unfinished:
+        particles[0] = pinned.cut(particles[0].units + 1)
+        log_weights[0] += particles[0].gain
+    if places:
+        growing = [particles[place] for place in places]
+        longer, gains = await extended(model, growing, model_seed(state.seed_sequence()))
+        log_weights[places] += gains
+        for place, trace in zip(places, longer, strict=True):
+            particles[place] = trace
+    units, frozen_weights = state.units + 1, frozen(log_weights)
+    return replace(state, particles=tuple(particles), log_weights=frozen_weights, units=units)
 
 
 def resample(
@@ -115,38 +116,38 @@ def resample(
         raise InvalidRequest(
             "partial keeps the number of particles: leave count out, or give optimal"
         )
+    return functools.partial(_resampled, scheme, below, size, pinned)
 
-    async def resampled(state: State) -> State:
-        if size is None:
-            is_due = bool(state.unfinished) and _is_due(state, below)
-        else:
-            is_due = len(state.particles) != size and state.ess > 0
-        if not is_due:
-            return state
-        rng = np.random.default_rng(state.seed_sequence())
-        more = () if size is None else (size,)
-        chosen = scheme(rng, state.log_weights, *more)
-        ancestors, log_weights = _checked_ancestors(chosen, state, size)
-        if pinned:  # the others as they were drawn, before they were sorted
-            ancestors = rng.permutation(ancestors)
-            ancestors[0] = 0
-        is_independent = (
-            scheme is multinomial and not pinned and len(ancestors) == len(state.particles)
-        )
-        return state.take(ancestors, log_weights, independent=is_independent)
 
-    return resampled
+async def _resampled(
+    scheme: Resampler, below: float | Rule, size: int | None, pinned: bool, state: State
+) -> State:
+    if size is None:
+        is_due = bool(state.unfinished) and _is_due(state, below)
+    else:
+        is_due = len(state.particles) != size and state.ess > 0
+    if not is_due:
+        return state
+    rng = np.random.default_rng(state.seed_sequence())
+    more = () if size is None else (size,)
+    chosen = scheme(rng, state.log_weights, *more)
+    ancestors, log_weights = _checked_ancestors(chosen, state, size)
+    if pinned:  # the others as they were drawn, before they were sorted
+        ancestors = rng.permutation(ancestors)
+        ancestors[0] = 0
+    is_independent = scheme is multinomial and not pinned and len(ancestors) == len(state.particles)
+    return state.take(ancestors, log_weights, independent=is_independent)
 
 
 def reweight(log_ratio: LogTarget) -> Kernel:
     """Return the kernel that adds ``log_ratio(traces)`` to the log-weights of the particles alive: the
     logarithm of a new target over the old one."""
+    return functools.partial(_reweighted, log_ratio)
 
-    async def reweighted(state: State) -> State:
-        log_weights = state.log_weights + await values_at(log_ratio, state)
-        return replace(state, log_weights=frozen(log_weights))
 
-    return reweighted
+async def _reweighted(log_ratio: LogTarget, state: State) -> State:
+    log_weights = state.log_weights + await values_at(log_ratio, state)
+    return replace(state, log_weights=frozen(log_weights))
 
 
 def move(model: Model, *, target: LogTarget | None = None, whole: bool = False) -> Kernel:
@@ -159,40 +160,40 @@ def move(model: Model, *, target: LogTarget | None = None, whole: bool = False) 
         target: the log target of traces, up to a constant, in place of the model's own.
         whole: grow to the end; all traces are finished.
     """
+    return functools.partial(_moved, model, target, whole)
 
-    async def moved(state: State) -> State:
-        places = [place for place in state.alive if state.particles[place].units]
-        if not places:
-            return state
-        rng = np.random.default_rng(state.seed_sequence(0))
-        seeds = np.random.SeedSequence(model_seed(state.seed_sequence(1)))
-        old = [state.particles[place] for place in places]
-        most = math.inf if whole else state.units
-        cuts = [int(rng.integers(each.units)) for each in old]
-        begun = [each.cut(cut) for each, cut in zip(old, cuts, strict=True)]
-        new = await finished(model, begun, seeds, most=most)
-        log_ratios = np.full(len(old), -math.inf)
-        alive = [place for place, each in enumerate(new) if each.gain > -math.inf]
-        for place in alive:
-            before, after = (each.path()[cuts[place] :] for each in (old[place], new[place]))
-            log_ratios[place] = math.log(old[place].units / new[place].units)
-            if target is None:
-                gains = [sum(each.gain for each in units) for units in (before, after)]
-                log_ratios[place] += gains[1] - gains[0]
-            else:
-                log_ratios[place] += sum(each.log_proposal for each in before)
-                log_ratios[place] -= sum(each.log_proposal for each in after)
-        if target is not None and alive:
-            log_ratios[alive] += await values_of(target, [new[place] for place in alive])
-            log_ratios[alive] -= await values_of(target, [old[place] for place in alive])
-        particles = list(state.particles)
-        thresholds = np.log1p(-rng.random(len(places)))
-        for place, trace, is_taken in zip(places, new, thresholds <= log_ratios, strict=True):
-            if is_taken:
-                particles[place] = trace
-        return replace(state, particles=tuple(particles))
 
-    return moved
+async def _moved(model: Model, target: LogTarget | None, whole: bool, state: State) -> State:
+    places = [place for place in state.alive if state.particles[place].units]
+    if not places:
+        return state
+    rng = np.random.default_rng(state.seed_sequence(0))
+    seeds = np.random.SeedSequence(model_seed(state.seed_sequence(1)))
+    old = [state.particles[place] for place in places]
+    most = math.inf if whole else state.units
+    cuts = [int(rng.integers(each.units)) for each in old]
+    begun = [each.cut(cut) for each, cut in zip(old, cuts, strict=True)]
+    new = await finished(model, begun, seeds, most=most)
+    log_ratios = np.full(len(old), -math.inf)
+    alive = [place for place, each in enumerate(new) if each.gain > -math.inf]
+    for place in alive:
+        before, after = (each.path()[cuts[place] :] for each in (old[place], new[place]))
+        log_ratios[place] = math.log(old[place].units / new[place].units)
+        if target is None:
+            gains = [sum(each.gain for each in units) for units in (before, after)]
+            log_ratios[place] += gains[1] - gains[0]
+        else:
+            log_ratios[place] += sum(each.log_proposal for each in before)
+            log_ratios[place] -= sum(each.log_proposal for each in after)
+    if target is not None and alive:
+        log_ratios[alive] += await values_of(target, [new[place] for place in alive])
+        log_ratios[alive] -= await values_of(target, [old[place] for place in alive])
+    particles = list(state.particles)
+    thresholds = np.log1p(-rng.random(len(places)))
+    for place, trace, is_taken in zip(places, new, thresholds <= log_ratios, strict=True):
+        if is_taken:
+            particles[place] = trace
+    return replace(state, particles=tuple(particles))
 
 
 def branch(copies: int, *, share: bool = True) -> Kernel:
@@ -203,36 +204,36 @@ def branch(copies: int, *, share: bool = True) -> Kernel:
             has it whole, as a beam ranks particles, and there is no estimate of the evidence.
     """
     check_int("copies", copies, 1)
+    return functools.partial(_branched, copies, share)
 
-    async def branched(state: State) -> State:
-        times = np.ones(len(state.particles), np.int64)
-        times[list(state.unfinished)] = copies
-        ancestors = np.repeat(np.arange(len(times)), times)
-        log_weights = state.log_weights
-        if share:
-            log_weights = log_weights - np.log(times) + math.log(times.mean())
-        after = state.take(ancestors, log_weights[ancestors], resampled=False)
-        return after if share else after.labeled(has_evidence=False)
 
-    return branched
+async def _branched(copies: int, share: bool, state: State) -> State:
+    times = np.ones(len(state.particles), np.int64)
+    times[list(state.unfinished)] = copies
+    ancestors = np.repeat(np.arange(len(times)), times)
+    log_weights = state.log_weights
+    if share:
+        log_weights = log_weights - np.log(times) + math.log(times.mean())
+    after = state.take(ancestors, log_weights[ancestors], resampled=False)
+    return after if share else after.labeled(has_evidence=False)
 
 
 def keep(count: int, *, by: LogTarget | None = None) -> Kernel:
     """Return the kernel that keeps the ``count`` best particles of different texts, by weight or by a
     score of traces. Weights of the others are lost, so there is no estimate of the evidence."""
     check_int("count", count, 1)
+    return functools.partial(_kept, count, by)
 
-    async def kept(state: State) -> State:
-        scores = state.log_weights if by is None else await values_at(by, state)
-        best: dict[Any, int] = {}
-        for place in np.argsort(-scores, kind="stable").tolist():
-            trace = state.particles[place]
-            best.setdefault(trace.token_ids or trace, place)
-        chosen = np.array([*best.values()][:count])
-        best_of = state.take(chosen, state.log_weights[chosen], resampled=False)
-        return best_of.labeled(has_evidence=False)
 
-    return kept
+async def _kept(count: int, by: LogTarget | None, state: State) -> State:
+    scores = state.log_weights if by is None else await values_at(by, state)
+    best: dict[Any, int] = {}
+    for place in np.argsort(-scores, kind="stable").tolist():
+        trace = state.particles[place]
+        best.setdefault(trace.token_ids or trace, place)
+    chosen = np.array([*best.values()][:count])
+    best_of = state.take(chosen, state.log_weights[chosen], resampled=False)
+    return best_of.labeled(has_evidence=False)
 
 
 async def conditional(

@@ -378,7 +378,12 @@ RECIPES: dict[str, tuple[Law_, list[Wrong]]] = {
     "importance sampling": (
         of_words(lambda m: importance_sampling(m, num_particles=4), 500),
         [
-            Wrong("the last unit's weight alone", kernels.extend, "[places] += g", "[places] = g"),
+            Wrong(
+                "the last unit's weight alone",
+                kernels._extended_by,
+                "[places] += g",
+                "[places] = g",
+            ),
             Wrong(
                 "the heaviest particle alone",
                 resampling.ess_and_log_mean,
@@ -413,15 +418,15 @@ RECIPES: dict[str, tuple[Law_, list[Wrong]]] = {
         of_words(lambda m: resample_move(m, num_particles=4, moves=1, below=1.0), 200),
         [
             Wrong(
-                "all moves accepted", kernels.move, "thresholds <= log_ratios", "log_ratios > -99"
+                "all moves accepted", kernels._moved, "thresholds <= log_ratios", "log_ratios > -99"
             ),
-            Wrong("the ratio upside down", kernels.move, "<= log_ratios", "<= -log_ratios"),
+            Wrong("the ratio upside down", kernels._moved, "<= log_ratios", "<= -log_ratios"),
         ],
     ),
     "without replacement": (
         of_words(lambda m: without_replacement(m, num_particles=3, branches=2), 500),
         [
-            Wrong("branches with the whole weight", kernels.branch, "- np.log(times)", "+ 0.0"),
+            Wrong("branches with the whole weight", kernels._branched, "- np.log(times)", "+ 0.0"),
             Wrong(
                 "small weights that stay small",
                 resampling.optimal,
@@ -433,9 +438,9 @@ RECIPES: dict[str, tuple[Law_, list[Wrong]]] = {
     "Metropolis-Hastings": (
         of_one_move(lambda m: MetropolisHastings(m, **CHAINS), 3000),
         [
-            Wrong("without the ratio of lengths", kernels.move, LENGTHS, "0.0"),
+            Wrong("without the ratio of lengths", kernels._moved, LENGTHS, "0.0"),
             Wrong(
-                "all moves accepted", kernels.move, "thresholds <= log_ratios", "log_ratios > -99"
+                "all moves accepted", kernels._moved, "thresholds <= log_ratios", "log_ratios > -99"
             ),
         ],
     ),
@@ -495,8 +500,8 @@ RECIPES: dict[str, tuple[Law_, list[Wrong]]] = {
     "beam search": (
         beam_is_right,
         [
-            Wrong("the worst", kernels.keep, "argsort(-scores", "argsort(scores"),
-            Wrong("copies", kernels.keep, "trace.token_ids or trace", "place"),
+            Wrong("the worst", kernels._kept, "argsort(-scores", "argsort(scores"),
+            Wrong("copies", kernels._kept, "trace.token_ids or trace", "place"),
         ],
     ),
     "best first": (
