@@ -112,7 +112,8 @@ class RayConnection:
             few = f"{replicas} replicas need {needed:g} GPUs, and {free:g} of {there} are free"
             if round(needed - free, 6) > 0:
                 if self.is_local:
-                    raise EngineUnsupported(f"{few}: close other runtimes, or use another process")
+                    hint = ": close other runtimes, or use another process"
+                    raise EngineUnsupported(few + (hint if self._gpus_taken else ""))
                 warnings.warn(f"{few}: they wait for more", RuntimeWarning, stacklevel=3)
             self._gpus_taken += needed
         return share

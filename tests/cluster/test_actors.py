@@ -233,7 +233,7 @@ def test_replicas_take_the_gpus_of_this_host(
 def test_replicas_without_gpus_are_refused_or_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other hosts may join a cluster; the one that genrt started has only this."""
     monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray := FakeRay(gpus=3)))
-    few = "2 replicas need 4 GPUs, and 3 of 3 are free"
+    few = "2 replicas need 4 GPUs, and 3 of 3 are free$"
     with pytest.raises(EngineUnsupported, match=few):
         opened(partial(int), 2, 2)
     assert ray.calls[-2:] == ["shutdown", "killed"]
