@@ -100,8 +100,8 @@ class RayConnection:
         return ray
 
     def take_gpus(self, ray: Any, replicas: int, gpus: int) -> float:
-        """Return the GPUs of each replica: 0 if the cluster has none, and a share of one if replicas of
-        one GPU each are more than those of a local Ray. Raises EngineUnsupported if that has too few."""
+        """Return the GPUs of each replica: 0 without GPUs, and a share of one if a local Ray has fewer
+        GPUs than replicas of one GPU. Raises EngineUnsupported if its GPUs are too few."""
         if not (there := int(ray.cluster_resources().get("GPU", 0))):
             return 0.0
         share = 1 / -(-replicas // there) if self.is_local and gpus == 1 else float(gpus)
