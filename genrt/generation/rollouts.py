@@ -107,7 +107,7 @@ class Rollout:
 
         def placed(numbers: np.ndarray) -> Tensor:
             whole = torch.from_numpy(np.zeros((*is_drawn.shape, *numbers.shape[1:]), numbers.dtype))
-            whole[is_drawn] = torch.from_numpy(numbers)
+            whole[is_drawn] = torch.tensor(numbers)
             return whole.to(self.output_ids.device)
 
         numbers = {
@@ -115,7 +115,7 @@ class Rollout:
             "sampling_log_mass": placed(mask.log_mass),
         }
         if mask.form == "bits":
-            bits = torch.from_numpy(mask.bits.copy()).to(self.output_ids.device)
+            bits = torch.tensor(mask.bits, device=self.output_ids.device)
             return numbers | {"sampling_mask_bits": bits}
         sizes = np.diff(mask.offsets).astype(np.int32)
         sets = np.zeros((len(sizes), int(sizes.max(initial=0))), np.int32)

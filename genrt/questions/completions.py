@@ -71,13 +71,13 @@ class SamplingMask:
     @property
     def logprobs(self) -> np.ndarray:
         """The log-probability of each drawn token within its set, float32 ``[n]``; 0 if it is greedy."""
-        return np.array([logprob for logprob, _, _ in self.places], np.float32)
+        return _read_only(np.array([logprob for logprob, _, _ in self.places], np.float32))
 
     @property
     def log_mass(self) -> np.ndarray:
         """The log-probability of each set by the model at the temperature, float32 ``[n]``: before
         penalties, and with a structure among the tokens that it admits. 0 if it is greedy."""
-        return np.array([log_mass for _, log_mass, _ in self.places], np.float32)
+        return _read_only(np.array([log_mass for _, log_mass, _ in self.places], np.float32))
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -89,15 +89,13 @@ class SamplingMask:
     def offsets(self) -> np.ndarray:
         """Where each set begins in ``token_ids``, and the end of the last one: int64 ``[n + 1]``."""
         sizes = [len(each) // 4 for each in self._sets("ids")]
-        return np.array([0, *sizes], np.int64).cumsum()
+        return _read_only(np.array([0, *sizes], np.int64).cumsum())
 
     @property
     def bits(self) -> np.ndarray:
         """The sets as masks, int32 ``[n, words]``: token ``i`` is bit ``i % 32`` of word ``i // 32``.
         Raises InvalidRequest unless the form is ``"bits"``."""
-        found = as_bits(self._sets("bits"), self.words)
-        found.flags.writeable = False
-        return found
+        return _read_only(as_bits(self._sets("bits"), self.words))
 
     def _sets(self, form: MaskForm) -> list[bytes]:
         if self.form != form:
@@ -109,6 +107,11 @@ class SamplingMask:
 
     def __repr__(self) -> str:
         return f"SamplingMask({self.form!r}, {len(self)} places)"
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
 
 
 @dataclass(frozen=True, slots=True)
@@ -603,7 +606,7 @@ def _one_of(kind: Any, *, optional: bool = False) -> Check:
         if optional and value is None:
             return None
         if not isinstance(value, str) or value not in names:
-            raise InvalidRequest(f"{name} must be one of {sorted(names)}, got {shown(value)}")
+            raise InvalidRequest(f"{name} must be one of {sorted(names)}, got {named(value)}")
         return value
 
     return check

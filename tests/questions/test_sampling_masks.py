@@ -210,7 +210,7 @@ async def test_a_sample_that_is_late_keeps_the_sets_of_its_tokens() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sampling_mask": "sets"}, "sampling_mask must be one of"),
+        ({"sampling_mask": "sets"}, "sampling_mask must be one of .*, got 'sets'"),
         ({"sampling_mask": True}, "sampling_mask must be one of"),
         ({"sampling_mask": "ids"}, "narrow the draws by top_p, top_k, min_p or a structure"),
         ({"sampling_mask": "ids", "top_p": 1.0, "top_k": 70}, "or ask for sampling_mask='bits'"),
@@ -231,8 +231,16 @@ def test_a_mask_has_one_form(lm: AsyncLM) -> None:
             getattr(mask, name)
     with pytest.raises(InvalidRequest, match="sampling_mask='bits'"):
         _ = SamplingMask("ids", (), 3).bits
-    with pytest.raises(ValueError, match="read-only"):
-        mask.bits[0] = 1
+
+
+@pytest.mark.parametrize("form", ["ids", "bits"])
+def test_arrays_are_read_only(lm: AsyncLM, form: Any) -> None:
+    """They are made when they are read: a number written into one would be lost."""
+    mask = lm.generate_sync([1], max_tokens=2, top_k=3, sampling_mask=form).sampling_mask
+    own = ("token_ids", "offsets") if form == "ids" else ("bits",)
+    for name in ("logprobs", "log_mass", *own):
+        with pytest.raises(ValueError, match="read-only"):
+            getattr(mask, name)[0] = 1
 
 
 def test_structures_and_penalties_leave_their_sets() -> None:
