@@ -293,13 +293,13 @@ def test_v2s_own_sampler_tells_each_row_what_its_request_wants(
         [expected[each] for each in (2, 0, 1)], abs=1e-5
     )
     assert told(1, length=13) == pytest.approx([expected[1]], abs=1e-5)
-    for slot, places in ((2, range(2, 3)), (1, range(2, 4))):
-        for found in capture.sets.take(70 + slot, places, "ids"):
-            ids, row = np.frombuffer(found.tokens, np.int32), logits[slot].float() / heat[slot]
+    for slot, start, count in ((2, 2, 1), (1, 2, 2)):
+        for logprob, log_mass, tokens in capture.sets.take(70 + slot, start, count, "ids"):
+            ids, row = np.frombuffer(tokens, np.int32), logits[slot].float() / heat[slot]
             assert ids.tolist() == sorted(row.topk(int(top_k[slot])).indices.tolist())
             of_set = row[torch.from_numpy(ids.copy()).long()].logsumexp(-1)
-            assert found.logprob == pytest.approx(float(row.max() - of_set), abs=1e-5)
-            assert found.log_mass == pytest.approx(float(of_set - row.logsumexp(-1)), abs=1e-5)
+            assert logprob == pytest.approx(float(row.max() - of_set), abs=1e-5)
+            assert log_mass == pytest.approx(float(of_set - row.logsumexp(-1)), abs=1e-5)
     capture.sets.forget([71, 72])
     assert len(capture.sets) == 0
     capture.add_request(2, params())  # the slot is another request's now
