@@ -1,4 +1,4 @@
-"""Numbers in arguments: checks, and conversion to int or float; values in messages."""
+"""Numbers in arguments: checks, and conversion to int or float; values in messages; read-only arrays."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import difflib
 import math
 import operator
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
 
@@ -20,12 +21,15 @@ __all__ = [
     "check_options",
     "check_timeout",
     "displayed",
+    "frozen",
     "is_truth_value",
     "json_number",
     "named",
     "nearest",
     "shown",
 ]
+
+A = TypeVar("A", bound=NDArray[Any])
 
 _LONG = 10**40
 """Messages describe integers from here on: Python refuses to print 4,300 digits."""
@@ -129,6 +133,12 @@ def displayed(value: object) -> str:
         return repr(value)
     except ValueError:  # Python refuses to print integers of over 4,300 digits
         return shown(value)
+
+
+def frozen(array: A) -> A:
+    """Make an array read-only, and return it."""
+    array.flags.writeable = False
+    return array
 
 
 def json_number(number: float) -> float | None:

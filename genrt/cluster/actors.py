@@ -107,8 +107,9 @@ class RayConnection:
         share = 1 / -(-replicas // there) if self.is_local and gpus == 1 else float(gpus)
         needed = share * replicas
         with self._lock:
-            left = ray.available_resources().get("GPU", 0.0)  # this lags behind a close
-            free = there - self._gpus_taken if self.is_local else left
+            free = there - self._gpus_taken
+            if not self.is_local:  # others take GPUs too; Ray's own count lags behind a close
+                free = ray.available_resources().get("GPU", 0.0)
             few = f"{replicas} replicas need {needed:g} GPUs, and {free:g} of {there} are free"
             if round(needed - free, 6) > 0:
                 if self.is_local:

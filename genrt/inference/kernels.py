@@ -24,7 +24,7 @@ import numpy as np
 
 from genrt.errors import InvalidRequest
 from genrt.inference.checks import check_callable, check_log_weights
-from genrt.inference.model import Model, State, Trace, extended, frozen, model_seed
+from genrt.inference.model import Model, State, Trace, extended, model_seed
 from genrt.inference.resampling import (
     Floats,
     Resampler,
@@ -33,7 +33,7 @@ from genrt.inference.resampling import (
     partial,
     systematic,
 )
-from genrt.numbers import check_float, check_int, displayed
+from genrt.numbers import check_float, check_int, displayed, frozen
 
 Kernel: TypeAlias = Callable[[State], Awaitable[State]]
 """A function from a state to the next one."""

@@ -28,11 +28,11 @@ from genrt.errors import InvalidRequest
 from genrt.inference.checks import checked_state
 from genrt.inference.estimates import ChainStatistics
 from genrt.inference.kernels import Kernel, conditional, finished, move
-from genrt.inference.model import Info, Model, State, frozen, model_seed
+from genrt.inference.model import Info, Model, State, model_seed
 from genrt.inference.resampling import normalized_weights
 from genrt.inference.result import Result
 from genrt.inference.samplers import Sampler, result_of
-from genrt.numbers import check_bool, check_int, displayed
+from genrt.numbers import check_bool, check_int, displayed, frozen
 from genrt.runtime.concurrency import gather_all
 
 

@@ -7,26 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, Protocol, Self, TypeAlias, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, Self, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from genrt.errors import InvalidRequest
 from genrt.inference.resampling import Ancestors, Floats, ess_and_log_mean
+from genrt.numbers import frozen
 
 DEAD = -1
 """The token id that means: no token could be drawn."""
 
 Tokens: TypeAlias = NDArray[np.int64]
-
-A = TypeVar("A", bound=NDArray[Any])
-
-
-def frozen(array: A) -> A:
-    """Make an array read-only, and return it."""
-    array.flags.writeable = False
-    return array
 
 
 def model_seed(sequence: np.random.SeedSequence) -> int:

@@ -30,12 +30,12 @@ from genrt.inference.kernels import (
     values_at,
     values_of,
 )
-from genrt.inference.model import Info, Model, State, frozen, model_seed
+from genrt.inference.model import Info, Model, State, model_seed
 from genrt.inference.resampling import Floats, Resampler, effective_sample_size, optimal, systematic
 from genrt.inference.result import Result
 from genrt.inference.samplers import Sampler
 from genrt.inference.text_model import NO_TOKEN, TextModel, checked_text_model
-from genrt.numbers import check_float, check_int, displayed
+from genrt.numbers import check_float, check_int, displayed, frozen
 from genrt.tokens.texts import Potential, Text
 
 

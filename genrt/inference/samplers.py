@@ -29,7 +29,7 @@ from genrt.errors import InvalidRequest
 from genrt.inference import kernels
 from genrt.inference.checks import check_callable, checked_state
 from genrt.inference.kernels import Kernel, Rule, chain, conditional, extend
-from genrt.inference.model import DEAD, Deaths, Info, Model, State, Trace, checked_model, frozen
+from genrt.inference.model import DEAD, Deaths, Info, Model, State, Trace, checked_model
 from genrt.inference.resampling import (
     Floats,
     Resampler,
@@ -40,7 +40,7 @@ from genrt.inference.resampling import (
 )
 from genrt.inference.result import Result, shares
 from genrt.lm import AsyncLM
-from genrt.numbers import check_int, displayed
+from genrt.numbers import check_int, displayed, frozen
 from genrt.progress import progress_bar
 from genrt.runtime.concurrency import blocking_twin, gather_all
 from genrt.runtime.programs import Unsent, run_program, runs_elsewhere

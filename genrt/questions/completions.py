@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Required, TypeAlias, Type
 import numpy as np
 
 from genrt.errors import ContextTooLong, InvalidRequest
-from genrt.numbers import check_bool, check_float, check_int, named, nearest, shown
+from genrt.numbers import check_bool, check_float, check_int, frozen, named, nearest, shown
 from genrt.questions.arguments import Adapter, TokenIds, abbreviated, check_seed, seed_at
 from genrt.questions.request import Request
 from genrt.questions.rows import Limits
@@ -71,13 +71,13 @@ class SamplingMask:
     @property
     def logprobs(self) -> np.ndarray:
         """The log-probability of each drawn token within its set, float32 ``[n]``; 0 if it is greedy."""
-        return _read_only(np.array([logprob for logprob, _, _ in self.places], np.float32))
+        return frozen(np.array([logprob for logprob, _, _ in self.places], np.float32))
 
     @property
     def log_mass(self) -> np.ndarray:
         """The log-probability of each set by the model at the temperature, float32 ``[n]``: before
         penalties, and with a structure among the tokens that it admits. 0 if it is greedy."""
-        return _read_only(np.array([log_mass for _, log_mass, _ in self.places], np.float32))
+        return frozen(np.array([log_mass for _, log_mass, _ in self.places], np.float32))
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -89,13 +89,13 @@ class SamplingMask:
     def offsets(self) -> np.ndarray:
         """Where each set begins in ``token_ids``, and the end of the last one: int64 ``[n + 1]``."""
         sizes = [len(each) // 4 for each in self._sets("ids")]
-        return _read_only(np.array([0, *sizes], np.int64).cumsum())
+        return frozen(np.array([0, *sizes], np.int64).cumsum())
 
     @property
     def bits(self) -> np.ndarray:
         """The sets as masks, int32 ``[n, words]``: token ``i`` is bit ``i % 32`` of word ``i // 32``.
         Raises InvalidRequest unless the form is ``"bits"``."""
-        return _read_only(as_bits(self._sets("bits"), self.words))
+        return frozen(as_bits(self._sets("bits"), self.words))
 
     def _sets(self, form: MaskForm) -> list[bytes]:
         if self.form != form:
@@ -107,11 +107,6 @@ class SamplingMask:
 
     def __repr__(self) -> str:
         return f"SamplingMask({self.form!r}, {len(self)} places)"
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    array.flags.writeable = False
-    return array
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,8 +145,8 @@ class DrawnSets:
 
     def take(self, ticket: int, start: int, count: int, form: MaskForm) -> list[DrawnFrom]:
         """Remove the sets of ``count`` places of a text from ``start`` on, and return them."""
+        found = self._found.get(ticket, {})
         try:
-            found = self._found[ticket] if count else {}
             taken = [found.pop(place) for place in range(start, start + count)]
         except KeyError:
             raise EngineUnsupported(
