@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -119,7 +120,7 @@ class DrawnSets:
     """The sets that texts' tokens were drawn from and that have not been taken, by ticket and place."""
 
     def __init__(self) -> None:
-        self._found: dict[int, dict[int, tuple[DescribedSets, int]]] = {}
+        self._found: dict[tuple[int, int], tuple[DescribedSets, int]] = {}
         self._heats: tuple[list[float], torch.Tensor | None] = [], None  # of the last step
 
     def put(
@@ -139,15 +140,18 @@ class DrawnSets:
         """
         if drawn.heats != self._heats[0]:
             self._heats = drawn.heats, divisors_of(drawn.heats, laws.device)
-        step, found = DescribedSets(laws, rows, self._heats[1], token_ids), self._found
-        for row, (ticket, place) in enumerate(zip(drawn.tickets, drawn.places, strict=True)):
-            found.setdefault(ticket, {})[place] = step, row
+        step = DescribedSets(laws, rows, self._heats[1], token_ids)
+        draws = zip(drawn.tickets, drawn.places, strict=True)
+        self._found.update(zip(draws, zip(repeat(step), range(len(laws))), strict=True))
 
     def take(self, ticket: int, start: int, count: int, form: MaskForm) -> list[DrawnFrom]:
         """Remove the sets of ``count`` places of a text from ``start`` on, and return them."""
-        found = self._found.get(ticket, {})
+        found = self._found
         try:
-            taken = [found.pop(place) for place in range(start, start + count)]
+            if count == 1:  # as in most steps
+                step, row = found.pop((ticket, start))
+                return [step.places(form)[row]]
+            taken = [found.pop((ticket, place)) for place in range(start, start + count)]
         except KeyError:
             raise EngineUnsupported(
                 "vLLM drew a token without genrt's view of its sampler; this version or configuration of "
@@ -157,8 +161,9 @@ class DrawnSets:
 
     def forget(self, tickets: Iterable[int]) -> None:
         """Forget the sets of texts that have ended."""
-        for ticket in tickets:
-            self._found.pop(ticket, None)
+        gone = set(tickets)
+        for key in [each for each in self._found if each[0] in gone]:
+            del self._found[key]
 
     def __len__(self) -> int:
         return len(self._found)
