@@ -418,6 +418,8 @@ class Population:
         found, parts = await runtime.draws(self._ask, [request], most, timeout)
         is_same = self._sequences is sequences and sequences.lengthen(contexts, block)
         self._extended(is_same, before, places, contexts, parts)
+        if len(places) == len(whole):
+            return torch.cat(found)
         whole[torch.from_numpy(places)] = torch.cat(found)
         return whole
 
