@@ -346,7 +346,9 @@ class VLLMEngine:
             self._store.forget(map(int, step.request_ids))
         for request_id in step.request_ids:
             del self._in_progress[request_id]
-        return self._populations.score(step, entries)
+        ends = self._populations.score(step, entries)
+        kept.steps.prepare_block()
+        return ends
 
     def _drawn(self, asked: Sequence[PopulationDraw], step: DecodedStep) -> list[Finished]:
         """Draw for populations from a step of their own, and start the next step."""

@@ -496,7 +496,8 @@ def _different(keys: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
 def _different_rows(keys: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Return the same for rows of numbers, int64 ``[n, m]``, in the order of the first places."""
     packed, width, numbers = keys.tobytes(), keys.itemsize * keys.shape[1], dict[bytes, int]()
-    ends = range(width, len(packed) + 1, width)  # numpy's ``unique`` takes ten times as long for few
+    ends = range(width, len(packed) + 1, width)
+    # For few rows, numpy's ``unique`` takes ten times as long.
     places = np.array([numbers.setdefault(packed[n - width : n], len(numbers)) for n in ends])
     if len(numbers) == len(keys):
         return None, None

@@ -80,10 +80,11 @@ class NextTokens:
 
 class Prepared(NamedTuple):
     """A step that lacks only its tokens: its requests in the order of the batch, the number of tokens
-    before each request's token, and the runner's data for the forward."""
+    before each request's tokens, how many tokens it has, and the runner's data for the forward."""
 
     request_ids: list[str]
     positions: list[int]
+    counts: list[int]
     launch: Any
 
 
@@ -115,7 +116,8 @@ def _prepared(output: SchedulerOutput, request_ids: list[str], launch: Any) -> P
     # The runner may have sorted the batch: the positions follow its order, not the scheduler's.
     scheduled = output.scheduled_cached_reqs
     positions = dict(zip(scheduled.req_ids, scheduled.num_computed_tokens, strict=True))
-    return Prepared(request_ids, [positions[request_id] for request_id in request_ids], launch)
+    counts = [output.num_scheduled_tokens[request_id] for request_id in request_ids]
+    return Prepared(request_ids, [positions[each] for each in request_ids], counts, launch)
 
 
 def step_rows(logits: torch.Tensor) -> torch.Tensor:
@@ -206,8 +208,9 @@ class RunnerV1:
             runner.prepare_inputs_event = torch.Event(runner.device)
 
     def prepare(self, output: SchedulerOutput, before: Prepared | None = None) -> Prepared | None:
-        """Prepare a step of one token for each request; ``None`` if its forward cannot run by itself.
-        ``before`` is the prepared step that ran last, if no other step has run since."""
+        """Prepare a step of one token for each request, or of a block as ``before``; ``None`` if its
+        forward cannot run by itself. ``before`` is the step of this kind that ran last, if no other step
+        has run since."""
 
         def stop(**inputs: Any) -> NoReturn:
             raise _Stopped(get_forward_context(), inputs)
@@ -266,7 +269,19 @@ class RunnerV1:
         """Run a step as ``execute_block`` does. Return its hidden states, valid until the next forward,
         and ``before`` for the next block, if no other step runs until then."""
         self.execute_block(output, requests)
-        return self.take_hidden_states(), None
+        states = self.take_hidden_states()
+        return states, _prepared(output, states.request_ids, None)
+
+    def run_prepared_block(self, step: Prepared, requests: Mapping[str, Request]) -> HiddenStates:
+        """Run a prepared step with all tokens of these requests, as ``run_block`` does."""
+        runner, these = self._runner, (requests[each] for each in step.request_ids)
+        tokens = new_tokens(these, step.positions)
+        self.write(tokens)
+        runner.input_ids.gpu[: len(tokens)].copy_(torch.tensor(tokens.token_ids))
+        context, inputs = step.launch
+        with override_forward_context(context):
+            states = runner._model_forward(**inputs)
+        return HiddenStates(step.request_ids, np.cumsum(step.counts), states)
 
     def execute_block(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
         """Run the forward of a step of any number of tokens for each request, which vLLM's requests
@@ -344,7 +359,6 @@ class _StepLaunch(NamedTuple):
     graph: Any  # vLLM's description of the forward's CUDA graph
     slots: np.ndarray  # of the requests, on the host
     kind: _StepKind
-    counts: np.ndarray  # tokens of each request
 
 
 class _StopsForward:
@@ -364,7 +378,8 @@ class RunnerV2:
         self._reassigned_tables = ReassignedTables(runner)
         self._inputs = _InputTokens(runner.input_buffers.input_ids)
         self._rows = RowLaunches(lambda hidden_states: runner.model.compute_logits(hidden_states))
-        self._kinds: LRUCache[tuple[Any, bytes], _StepKind] = LRUCache(16)
+        # By the graph and the number of tokens of each request.
+        self._kinds: LRUCache[tuple[Any, ...], _StepKind] = LRUCache(16)
         self._is_moved = False  # blocks have changed since a forward looked them up
         # Requests with a speculated token that no caller wanted.
         self._overcounted: set[str] = set()
@@ -378,7 +393,10 @@ class RunnerV2:
 
         def keep_graph(output: SchedulerOutput, state: Any, graph: Any, *more: Any) -> Any:
             graphs.append(graph)
-            return prepare_inputs(output, state, graph, *more)
+            batch = prepare_inputs(output, state, graph, *more)
+            if max(output.num_scheduled_tokens.values()) > 1:
+                batch.max_query_len = graph.max_query_len  # as the graph was captured
+            return batch
 
         runner.kv_connector, runner.prepare_inputs = _StopsForward(), keep_graph
         try:
@@ -392,15 +410,15 @@ class RunnerV2:
         [graph] = graphs
         if graph.cg_mode != CUDAGraphMode.FULL:  # no other graph runs without the rest of the step
             return None
-        return _prepared(output, list(batch.req_ids), self._launch(graph, batch, 1))
+        return self._launched(output, graph, batch)
 
-    def _launch(self, graph: Any, batch: Any, count: int | np.ndarray) -> _StepLaunch:
-        counts = np.broadcast_to(np.asarray(count, np.int32), (len(batch.req_ids),))
-        kind = self._kind(graph, batch, counts)
-        return _StepLaunch(graph, batch.idx_mapping_np, kind, counts)
+    def _launched(self, output: SchedulerOutput, graph: Any, batch: Any) -> Prepared:
+        step = _prepared(output, list(batch.req_ids), None)
+        kind = self._kind(graph, batch, step.counts)
+        return Prepared(*step[:-1], _StepLaunch(graph, batch.idx_mapping_np, kind))
 
-    def _kind(self, graph: Any, batch: Any, counts: np.ndarray) -> _StepKind:
-        key, slots = (graph, counts.tobytes()), batch.idx_mapping_np
+    def _kind(self, graph: Any, batch: Any, counts: list[int]) -> _StepKind:
+        key, slots = (graph, *counts), batch.idx_mapping_np
         kind = self._kinds.get(key)
         if kind is None:
             own = replace(batch, idx_mapping=torch.empty_like(batch.idx_mapping))
@@ -465,10 +483,10 @@ class RunnerV2:
             kind.place()
         else:
             longest = torch.zeros_like(batch.seq_lens_cpu_upper_bound)
-            longest[: len(computed)] = torch.from_numpy(computed + launch.counts)
+            longest[: len(computed)] = torch.from_numpy(computed + np.array(before.counts))
             now = replace(batch, seq_lens_cpu_upper_bound=longest, num_computed_tokens_np=computed)
             self._place(launch.graph, now, kind.tables)
-        return Prepared(before.request_ids, scheduled.num_computed_tokens, launch)
+        return Prepared(before.request_ids, scheduled.num_computed_tokens, before.counts, launch)
 
     def _place(self, graph: Any, batch: Any, tables: Any) -> None:
         """Compute the positions and slots of a step, and set up the attention with them."""
@@ -525,16 +543,11 @@ class RunnerV2:
     def run_block(
         self, output: SchedulerOutput, requests: Mapping[str, Request], before: Prepared | None
     ) -> tuple[HiddenStates, Prepared | None]:
-        counts = np.array([*output.num_scheduled_tokens.values()], np.int32)
-        if before is not None and self._is_repeated(output, before):
-            launch = before.launch
-            if np.array_equal(launch.counts, counts):
-                self._correct_for(output)
-                step = self._repeated(output, before)
-                self._put(requests, step.request_ids, step.positions)
-                states = self._runner.cudagraph_manager.run_fullgraph(launch.graph)
-                launch.kind.count()
-                return HiddenStates(step.request_ids, np.cumsum(counts), states), step
+        counts = [*output.num_scheduled_tokens.values()]
+        if before is not None and before.counts == counts and self._is_repeated(output, before):
+            self._correct_for(output)
+            step = self._repeated(output, before)
+            return self.run_prepared_block(step, requests), step
         graph = self.execute_block(output, requests)
         self._is_moved = False
         batch, scheduled = (
@@ -544,9 +557,14 @@ class RunnerV2:
         request_ids = list(batch.req_ids)
         following = None
         if graph.cg_mode == CUDAGraphMode.FULL and request_ids == scheduled.req_ids:
-            launch = self._launch(graph, batch, counts)
-            following = Prepared(request_ids, scheduled.num_computed_tokens, launch)
+            following = self._launched(output, graph, batch)
         return self.take_hidden_states(), following
+
+    def run_prepared_block(self, step: Prepared, requests: Mapping[str, Request]) -> HiddenStates:
+        self._put(requests, step.request_ids, step.positions)
+        states = self._runner.cudagraph_manager.run_fullgraph(step.launch.graph)
+        step.launch.kind.count()
+        return HiddenStates(step.request_ids, np.cumsum(step.counts), states)
 
     def execute_block(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> Any:
         runner, graphs = self._runner, list[Any]()

@@ -13,7 +13,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -197,40 +197,48 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         return output
 
     def decode_step_ahead(
-        self, forks: Sequence[str] = (), order: Sequence[str] = ()
+        self, parked: Sequence[str] = (), order: Sequence[str] = (), counts: Sequence[int] = ()
     ) -> SchedulerOutput | None:
-        """Schedule the step after an unfinished ``decode_step``, as if each request and the parked
-        ``forks`` continued; return ``None`` without room. It has this ``order`` if it has these requests.
+        """Schedule the step after an unfinished ``decode_step``, as if each request and these parked ones
+        continued, in this ``order`` if it has the same requests, by a token or by so many ``counts``.
+        Return ``None`` without room.
         """
-        requests = [*self.running, *(self.parked[each] for each in forks)]
+        requests = [*self.running, *(self.parked[each] for each in parked)]
         known = {request.request_id: request for request in requests}
         if known.keys() == set(order):
             requests = [known[each] for each in order]
-        return self._scheduled(requests, tokens_ahead=0)
+        return self._scheduled(requests, tokens_ahead=0, counts=counts)
 
     def _scheduled(
-        self, requests: Sequence[Request], *, tokens_ahead: int | None
+        self, requests: Sequence[Request], *, tokens_ahead: int | None, counts: Sequence[int] = ()
     ) -> SchedulerOutput | None:
+        """Schedule these requests' tokens, one each if they are ahead, or so many ``counts``."""
         if not self._nothing_but(requests, tokens_ahead=tokens_ahead):
             return None
         # Forks need no more room: it was checked when they were reassigned.
         if self.parked and len(requests) == len(self.running):
             self._make_room()
-        counts = [1] * len(requests)
+        counts = counts or [1] * len(requests)
         if tokens_ahead is None:
             counts = [len(each._all_token_ids) - each.num_computed_tokens for each in requests]
-            if sum(counts) > self.max_num_scheduled_tokens:
-                return None
+        lengths = (each.num_computed_tokens for each in requests)
+        longest = max(map(sum, zip(lengths, counts, strict=True)))
+        if sum(counts) > self.max_num_scheduled_tokens or longest >= self.max_model_len:
+            return None
         return self._some_tokens_each(requests, counts)
 
-    def begin_prepared(self, request_ids: Collection[str]) -> bool:
-        """Start the step that ``decode_step_ahead`` scheduled; return whether it is the next step. The
-        caller must pass the blocks of requests that were reassigned since then to the runner."""
+    def begin_prepared(self, counts: Mapping[str, int]) -> bool:
+        """Start the step that ``decode_step_ahead`` scheduled, of so many tokens of each request; return
+        whether it is the next step. The caller must pass the blocks of requests that were reassigned
+        since then to the runner."""
         running = self.running
         if (
-            len(running) != len(request_ids)
-            or not self._nothing_but(running, tokens_ahead=1)
-            or not all(request.request_id in request_ids for request in running)
+            len(running) != len(counts)
+            or not self._nothing_but(running, tokens_ahead=None)
+            or not all(
+                len(each._all_token_ids) - each.num_computed_tokens == counts.get(each.request_id)
+                for each in running
+            )
         ):
             return False
         self._begin_decode_step()
@@ -251,9 +259,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             or not self._open.issuperset([request.request_id for request in requests])
         ):
             return False
-        # A step reserves a place for the token that vLLM would sample after it. With ``tokens_ahead=0``
-        # the step's own token needs a place too.
-        most = self.max_model_len - 1 - (tokens_ahead == 0)
+        most = self.max_model_len - 1  # a step reserves a place for vLLM's own token after it
         for request in requests:
             length = len(request._all_token_ids)
             ahead = length - request.num_computed_tokens

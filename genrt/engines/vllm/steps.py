@@ -101,6 +101,7 @@ class DecodeSteps:
         # The prepared step that ran last, if no other step has run since.
         self._before: Prepared | None = None
         self._block: Prepared | None = None  # the same for a block
+        self._next_block: Prepared | None = None  # of ``prepare_block``, for ``run_blocks``
         # The requests of the last unprepared decode step, and whether the step before had the same ones.
         self._last: list[str] = []
         self._is_steady = False
@@ -125,8 +126,11 @@ class DecodeSteps:
         # A speculated step that has already run keeps valid rows for the other requests: it started
         # before another request could take the freed blocks.
         is_of_use = self._speculated is not None and not known.isdisjoint(of_step)
+        of_block = [] if self._next_block is None else self._next_block.request_ids
         if not (is_of_use or request_ids.isdisjoint(of_step)):
             self.discard()
+        if not request_ids.isdisjoint(of_block):
+            self._next_block = None
         self._reassignments = [
             each for each in self._reassignments if each.request.request_id not in request_ids
         ]
@@ -136,7 +140,7 @@ class DecodeSteps:
 
     def discard(self) -> None:
         """Discard the step that was prepared or speculated, if there is one."""
-        self._prepared = self._speculated = None
+        self._prepared = self._speculated = self._next_block = None
 
     def close(self) -> None:
         """Drop the runner and its device memory; no step may follow."""
@@ -148,16 +152,44 @@ class DecodeSteps:
     def run_blocks(self, count: int) -> HiddenStates | None:
         """Launch the next step, of any number of tokens for each of ``count`` requests, and end it.
         Return ``None`` if vLLM must run its own step, or if there are more or fewer requests."""
-        self._unused += self._prepared is not None
+        step, before = self._next_block, self._block
+        is_prepared = step is not None and self._is_next(step, count)
+        self._unused += not is_prepared and (self._prepared or step) is not None
         self.discard()
         self._steps += 1
-        before, self._block = self._block, None
-        output = self._scheduled(count)
-        if output is None:
-            return None
-        states, self._block = self._runner.run_block(output, self._running, before)
+        self._block = None
+        if step is not None and is_prepared:
+            states, self._block = self._runner.run_prepared_block(step, self._running), step
+            own = set(step.request_ids)
+            self._tokens = self._tokens.without(own)
+            self._several = {n: each for n, each in self._several.items() if n not in own}
+            self._before, self._last, self._unused = None, [], 0
+            self.prepared += 1
+        else:
+            if (output := self._scheduled(count)) is None:
+                return None
+            states, self._block = self._runner.run_block(output, self._running, before)
         self._scheduler.end_decode_step()
         return states
+
+    def _is_next(self, step: Prepared, count: int) -> bool:
+        """Begin a prepared block; return False if it is not the next step, of so many requests."""
+        counts = dict(zip(step.request_ids, step.counts, strict=True))
+        if len(counts) != count or self._reassignments:
+            return False
+        return self._scheduler.begin_prepared(counts)
+
+    @torch.inference_mode()
+    def prepare_block(self) -> None:
+        """Prepare the next block while the device computes, as if all requests continued by as many
+        tokens."""
+        if (block := self._block) is None or not self._prepares:
+            return
+        ids = block.request_ids
+        output = self._scheduler.decode_step_ahead(ids, ids, block.counts)
+        if output is not None:
+            self._reassign_runner()
+            self._next_block = self._runner.prepare(output, block)
 
     @property
     def _running(self) -> dict[str, Request]:
@@ -189,6 +221,7 @@ class DecodeSteps:
     def run(self) -> DecodedStep | None:
         """Launch the next step. Return ``None`` if vLLM must run its own step, with all changes."""
         prepared, speculated = self._prepared, self._speculated
+        self._unused += self._next_block is not None
         self.discard()
         self._steps += 1
         self._block = None
@@ -225,7 +258,8 @@ class DecodeSteps:
         tokens = self._tokens.in_order_of(step.request_ids)
         if tokens is None or tokens.positions != step.positions:
             return None
-        return tokens if self._scheduler.begin_prepared(set(step.request_ids)) else None
+        counts = dict.fromkeys(step.request_ids, 1)
+        return tokens if self._scheduler.begin_prepared(counts) else None
 
     def _run_prepared(
         self, step: Prepared, tokens: NextTokens, speculated: _Speculated | None
@@ -259,7 +293,7 @@ class DecodeSteps:
             len(set(places)) < len(places)
             or [step.positions[place] for place in places] != tokens.positions
             or [ran[place] for place in places] != tokens.token_ids
-            or not self._scheduler.begin_prepared(set(tokens.request_ids))
+            or not self._scheduler.begin_prepared(dict.fromkeys(tokens.request_ids, 1))
         ):
             return None
         self._mistaken = 0

@@ -383,8 +383,10 @@ def test_a_block_is_put_into_the_input_in_the_order_of_the_batch() -> None:
     assert "prepare_inputs" not in vars(runner)
 
 
-def test_a_block_of_the_same_batch_runs_without_being_prepared_again() -> None:
-    """As long as no request, and no number of tokens, is another one."""
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_block_of_the_same_batch_runs_without_being_prepared_again(is_ahead: bool) -> None:
+    """As long as no request, and no number of tokens, is another one; before its tokens are known or
+    with them."""
     runner = Runner({"a": 4}, attn_groups=[])
     text = [*range(100, 130)]
     requests: Any = {"a": SimpleNamespace(_all_token_ids=text)}
@@ -400,7 +402,11 @@ def test_a_block_of_the_same_batch_runs_without_being_prepared_again() -> None:
         del text[computed + count :]
         step = step_of(a=computed)
         step.num_scheduled_tokens = {"a": count}
-        found, before = shim.run_block(step, requests, before)
+        if is_ahead and before is not None and before.counts == [count]:
+            before = shim.prepare(step, before)
+            found = shim.run_prepared_block(before, requests)
+        else:
+            found, before = shim.run_block(step, requests, before)
         assert (found.request_ids, found.ends.tolist()) == (["a"], [count])
         assert found.states[0, 0] == len(ran)
         text += range(100 + len(text), 130)
@@ -408,6 +414,23 @@ def test_a_block_of_the_same_batch_runs_without_being_prepared_again() -> None:
     assert prepared == (1, 1, 1, 2, 2)
     assert [*inputs] == [[105, 106], [107, 108], [109, 110], [111, 110], [112, 110]]
     assert len(runner.counted) == 5
+
+
+def test_a_block_is_prepared_with_the_bound_of_lengths_of_its_graph() -> None:
+    runner = Runner({"a": 4, "b": 0})
+    runner.graph = Graph(runner.graph.cg_mode, 8)
+    texts = {"a": [7, 7, 1, 4, 5], "b": [7, 2]}
+    requests: Any = {each: SimpleNamespace(_all_token_ids=text) for each, text in texts.items()}
+    output = step_of(a=2, b=1)
+    output.num_scheduled_tokens = {"a": 3, "b": 1}
+    shim = over(runner)
+    step = shim.prepare(output)
+    assert (step.request_ids, step.positions, step.counts) == (["b", "a"], [1, 2], [1, 3])
+    assert step.launch.kind.batch.max_query_len == 8
+    found = shim.run_prepared_block(step, requests)
+    assert runner.input_buffers.input_ids[:4].tolist() == [2, 1, 4, 5]
+    assert (found.request_ids, found.ends.tolist()) == (["b", "a"], [1, 4])
+    assert runner.counted == [["b", "a"]]
 
 
 @pytest.mark.parametrize("lora_config", [None, "some"])

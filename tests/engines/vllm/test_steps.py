@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import genrt
 from genrt.lm import AsyncLM
@@ -183,6 +184,78 @@ async def test_a_device_that_waits_has_its_draws_delivered_before_the_next_step_
         assert on_engine(lm, lambda _: [*in_time]) == [True] * step
         is_told.clear()
     closed([population], lm)
+
+
+# -- blocks ---------------------------------------------------------------------------------------
+
+
+async def advanced(population: Population, quiet: AsyncLM, rng: random.Random, most: int) -> None:
+    """Advance by a block of 1 to ``most`` tokens; all of ``most`` if it is negative. The answer is the
+    quiet runtime's."""
+    counts = [rng.randint(1, most) if most > 0 else -most for _ in population]
+    block = [[rng.randrange(quiet.vocab_size) for _ in range(n)] for n in counts]
+    with quiet.population([*population]) as copy:
+        wanted = await copy.advance(block)
+    found = await population.advance(block)
+    assert torch.allclose(found, wanted, atol=1e-3)
+
+
+async def test_the_next_block_is_prepared_while_the_device_computes(runtimes: Runtimes) -> None:
+    (lm, quiet), rng = runtimes, random.Random(7)
+    [population] = begun(lm, COUNT)
+    await same(population, quiet, seed=1)
+    await advanced(population, quiet, rng, -4)
+    before = lm.statistics().engine
+    for _ in range(6):
+        await advanced(population, quiet, rng, -4)
+    after = lm.statistics().engine
+    assert (after.prepared - before.prepared, after.steps - before.steps) == (6, 6)
+    closed([population], lm)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("start", range(4))
+async def test_a_block_that_was_prepared_in_vain_changes_nothing(
+    runtimes: Runtimes, start: int
+) -> None:
+    """Blocks of equal and of other lengths, resampled and cut sequences, draws, texts, rows, and another
+    population in between."""
+    (lm, quiet), rng = runtimes, random.Random(start)
+    [population, other] = begun(lm, COUNT, 5)
+
+    async def grown() -> None:
+        await same(population, quiet, seed=rng.randrange(1000))
+
+    async def text() -> None:
+        await lm.generate([3, 4, rng.randrange(lm.vocab_size)], max_tokens=3, ignore_eos=True)
+
+    async def changed(change: Callable[[], None]) -> None:
+        change()
+
+    turns: list[Callable[[], Any]] = [
+        lambda: advanced(population, quiet, rng, -4),
+        lambda: advanced(population, quiet, rng, -4),
+        lambda: advanced(population, quiet, rng, 3),
+        lambda: advanced(other, quiet, rng, -4),
+        lambda: asyncio.gather(*(advanced(each, quiet, rng, -4) for each in (population, other))),
+        lambda: changed(lambda: population.resample(halved(rng, COUNT))),
+        lambda: changed(lambda: population.cut(int(population.lengths.min()) - rng.randrange(3))),
+        lambda: lm.next_token_logprobs([5, rng.randrange(lm.vocab_size)]),
+        grown,
+        text,
+    ]
+    began = lm.statistics().engine.prepared
+    for _ in range(40):
+        await rng.choice(turns)()
+        if max(each.lengths.max() for each in (population, other)) > lm.max_model_len - 12:
+            population.close()
+            other.close()
+            [population, other] = begun(lm, COUNT, 5)
+    assert lm.statistics().engine.prepared > began
+    population.close()
+    other.close()
+    begin(lm, ahead=True)
+    assert held(lm)[:2] == (0, 0)
 
 
 # -- beside steps ahead: new weights, pauses, other loops, another runtime ------------------------
