@@ -361,7 +361,8 @@ class Population:
                 as ``draw``.
         """
         runtime, bound = self._runtime, self._runtime.asker.bound(self._adapter)
-        own = runtime.limits, self._contexts(self._places(None)), continuations, bound
+        given = check_contexts(continuations, "continuations")
+        own = runtime.limits, self._contexts(self._places(None)), given, bound
         in_one = runtime.thread.capabilities.scores
         requests = score_requests(*own, in_one=in_one, temperature=temperature)
         return joined_scores(await self._ask([*chain(*requests)], timeout=timeout), requests)

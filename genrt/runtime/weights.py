@@ -23,7 +23,7 @@ from collections.abc import (
 )
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict, TypeVar
+from typing import Any, TypeAlias, TypedDict, TypeVar, get_args
 
 from torch import Tensor
 
@@ -51,7 +51,7 @@ from genrt.errors import (
     InvalidRequest,
     InvalidWeights,
 )
-from genrt.numbers import check_bool, named, shown
+from genrt.numbers import check_bool, check_one_of, shown
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import BROKEN, Barrier, Pending
 from genrt.runtime.cache import RowCache
@@ -95,8 +95,7 @@ class UpdateOptions(TypedDict, total=False):
 def check_earlier(pending: object, kv_cache: object) -> None:
     """Raise InvalidRequest unless earlier questions can end so; see ``UpdateOptions``."""
     check_pending(pending, continues=True)
-    if kv_cache not in (None, "recompute", "keep"):
-        raise InvalidRequest(f'kv_cache must be "recompute" or "keep", got {named(kv_cache)}')
+    check_one_of("kv_cache", kv_cache, (*get_args(KVCache), None))
     if kv_cache is not None and pending != "continue":
         raise InvalidRequest('kv_cache is for texts that go on: give pending="continue" too')
 
@@ -299,6 +298,8 @@ class Update:
 
     def _die(self, error: BaseException) -> Any:
         self._give_up()
+        if isinstance(error, EngineDied):  # of replicas, which say this themselves
+            raise error
         raise EngineDied(f"its weights could not be replaced: {error}") from error
 
     def _give_up(self) -> None:
@@ -336,7 +337,8 @@ def _weights_source(source: Any) -> Any:
     """Return an iterable source, or the files of a path. Raises InvalidRequest for anything else."""
     if isinstance(source, str | os.PathLike):
         return TensorsIn(weight_files(Path(source).expanduser()))
-    if isinstance(source, AsyncIterable | Iterable) and not isinstance(source, Tensor | bytes):
+    is_table = isinstance(source, bytes) or hasattr(source, "ndim")
+    if isinstance(source, AsyncIterable | Iterable) and not is_table:
         return source
     raise InvalidRequest(
         "weights must be tensors by name, a path to safetensors, or chunks of named tensors, got "
