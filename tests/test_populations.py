@@ -346,6 +346,8 @@ def test_a_closed_runtime_answers_no_population() -> None:
         population = lm.population([1], 2)
     with pytest.raises(Closed):
         population.draw_sync()
+    with pytest.raises(Closed):
+        population.advance_sync([[], []])
 
 
 def test_sequences_grow_to_the_models_length_and_are_refused_beyond_it() -> None:

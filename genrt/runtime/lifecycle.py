@@ -374,16 +374,10 @@ def _nothing() -> None:
     """Have no effect."""
 
 
-def check_pending(pending: object, *, continues: bool = False) -> None:
-    """Raise InvalidRequest unless it is a ``Pending``, and not "continue" unless that is possible."""
-    known = get_args(Pending)
-    check_one_of("pending", pending, known if continues else known[:2])
-
-
 def _barrier_for(method: str, options: PauseOptions) -> Barrier:
     check_options(method, options, PauseOptions.__annotations__)
     pending, asked = options.get("pending", "finish"), options.get("asked", "wait")
-    check_pending(pending)
+    check_one_of("pending", pending, ("finish", "restart"))
     check_one_of("asked", asked, get_args(Asked))
     return Barrier(pending, Paused(PAUSED) if asked == "raise" else None)
 

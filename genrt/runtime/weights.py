@@ -56,7 +56,6 @@ from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import BROKEN, Barrier, Pending
 from genrt.runtime.cache import RowCache
 from genrt.runtime.concurrency import AT_ONCE_BYTES, FairLock, follow, run_in_thread
-from genrt.runtime.lifecycle import check_pending
 from genrt.runtime.thread import EngineThread
 
 T = TypeVar("T")
@@ -94,7 +93,7 @@ class UpdateOptions(TypedDict, total=False):
 
 def check_earlier(pending: object, kv_cache: object) -> None:
     """Raise InvalidRequest unless earlier questions can end so; see ``UpdateOptions``."""
-    check_pending(pending, continues=True)
+    check_one_of("pending", pending, get_args(Pending))
     check_one_of("kv_cache", kv_cache, (*get_args(KVCache), None))
     if kv_cache is not None and pending != "continue":
         raise InvalidRequest('kv_cache is for texts that go on: give pending="continue" too')
@@ -231,6 +230,9 @@ class Update:
                 check_tensors(self.layout, tensors, self.names, finite=True)
         else:
             found = check_tensors(self.layout, tensors, self.names, finite=self._finite)
+            for name, tensor in found.items():
+                if tensor.is_meta:  # only the forms of files are
+                    raise InvalidWeights(f"tensor {name!r} is on the device 'meta': give numbers")
         self.names |= {*found}
 
     def copy(self, tensors: NamedTensors) -> None:
