@@ -418,6 +418,13 @@ CALLS: dict[str, Call] = {
         parameters(BestOfN),
     ),
     "BestOfN.init": (lambda lm, **a: BestOfN(a_model(lm), n=2).init(**a), {}, ["seed"]),
+    "several_sync": (
+        lambda lm, **a: inference.several_sync(
+            **{"sampler": SMC(a_model(lm), num_particles=2)} | a
+        ),
+        {"runs": 2, "seed": 0},
+        ["sampler", "seed"],
+    ),
     "Program": (Program, {"function": _program}, ["function"]),
     "infilling": (
         lambda lm, **a: inference.infilling(lm, **a),
