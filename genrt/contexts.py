@@ -236,6 +236,7 @@ class Context:
         words = id_words(token_ids, self._runtime.limits.vocab_size, allow_empty=True)
         question = _Question(self, checked_temperature(temperature), block=words)
         if not words:
+            await self._ask((), timeout=timeout)
             return torch.zeros(0)
         before = self._state()
         try:

@@ -18,8 +18,8 @@ from genrt.engines.protocol import Engine, tokenizer_of
 from genrt.engines.remote.connection import ServerConnection
 from genrt.engines.remote.engine import RemoteEngine
 from genrt.engines.weights import SleepingPart
-from genrt.errors import EngineFailed, InvalidRequest
-from genrt.numbers import check_int, check_timeout, named
+from genrt.errors import EngineFailed
+from genrt.numbers import check_int, check_one_of, check_options, check_timeout
 from genrt.populations import Population, PopulationRuntime, Prompts, begin, draw_batch
 from genrt.questions.arguments import TokenIds, check_contexts, check_seed, nonces_of
 from genrt.questions.completions import Completion, GenerateOptions, SampleOptions, TurnOptions
@@ -133,10 +133,11 @@ class AsyncLM:
         the connection.
 
         Raises:
-            TypeError: an option is unknown. InvalidRequest: an option is out of range.
+            InvalidRequest: an option is unknown or out of range.
             EngineDied: the server cannot be reached, or refuses the key.
             EngineUnsupported: it is not a genrt server of this version.
         """
+        check_options("connect", options, ConnectOptions.__annotations__)
         thread, cache = _connecting(url, **options)
         try:
             engine = await asyncio.wrap_future(thread.opened)
@@ -225,6 +226,7 @@ class AsyncLM:
         written by the tokenizer's chat template. By default they end with the start of the assistant's
         turn; ``ChatOptions`` has the options. Raises InvalidRequest if there is no chat template, it
         refuses the messages, or text would be lost."""
+        check_options("encode_chat", options, encoding.ChatOptions.__annotations__)
         return encoding.encode_chat(self.tokenizer, messages, **options)
 
     def decode(self, token_ids: TokenIds) -> str:
@@ -383,7 +385,8 @@ class AsyncLM:
         timeout: float | None = None,
     ) -> list[torch.Tensor]:
         """Return the score of each continuation after its context, as one question."""
-        own = self._limits, contexts, continuations, self._bound(adapter)
+        given = check_contexts(contexts), check_contexts(continuations, "continuations")
+        own = self._limits, *given, self._bound(adapter)
         requests = score_requests(*own, in_one=self._thread.capabilities.scores)
         return joined_scores(await self._ask([*chain(*requests)], timeout=timeout), requests)
 
@@ -420,7 +423,8 @@ class AsyncLM:
         """
         own: Any = {"top": top, "start": start, "temperature": temperature}
         own |= {"adapter": adapter, "timeout": timeout}
-        [found] = await AsyncLM.batch_teacher(self, [token_ids], **own)
+        words = id_words(token_ids, self._limits.vocab_size)
+        [found] = await AsyncLM.batch_teacher(self, [words], **own)
         return found
 
     async def batch_teacher(
@@ -675,6 +679,7 @@ class AsyncLM:
                 EngineDied, it failed during the update. An iterator's own errors are raised as they are.
             InvalidRequest: ``source`` or an option is wrong, or the engine sleeps; Closed.
         """
+        check_options("update_weights", options, UpdateOptions.__annotations__)
         return await self._weights.update(source, **options)
 
     async def pause(self, **options: Unpack[PauseOptions]) -> None:
@@ -686,7 +691,7 @@ class AsyncLM:
             InvalidRequest: the runtime is paused already, or resumed before the engine was idle, or an
                 option is wrong; Closed.
         """
-        await self._thread.lifecycle.pause(**options)
+        await self._thread.lifecycle.pause(options)
 
     def resume(self) -> None:
         """End a pause, if there is one. Returns at once. Raises InvalidRequest while the engine
@@ -706,7 +711,7 @@ class AsyncLM:
             EngineUnsupported: the engine cannot, as vLLM on a CPU or without ``enable_sleep_mode``.
             InvalidRequest: it sleeps already, or an argument is wrong; EngineFailed, Closed.
         """
-        freed, _ = await self._thread.lifecycle.sleep(level, **options)
+        freed, _ = await self._thread.lifecycle.sleep(level, options)
         return freed
 
     async def wake_up(self, tags: Collection[SleepingPart] | None = None) -> bool:
@@ -732,12 +737,12 @@ class AsyncLM:
     @twin_of(pause, interrupted=INTERRUPTED)
     def pause_sync(self, **options: Unpack[PauseOptions]) -> None:
         """Pause, blocking."""
-        blocking(self._thread.lifecycle.pause(**options), undo=operator.call)
+        blocking(self._thread.lifecycle.pause(options), undo=operator.call)
 
     @twin_of(sleep, interrupted=INTERRUPTED)
     def sleep_sync(self, level: int = 1, **options: Unpack[PauseOptions]) -> int:
         """Sleep, blocking."""
-        sleeping = self._thread.lifecycle.sleep(level, **options)
+        sleeping = self._thread.lifecycle.sleep(level, options)
         # One line: an interrupt between ``blocking`` and the return would leave the engine asleep.
         return blocking(sleeping, undo=lambda done: done[1]())[0]
 
@@ -843,8 +848,7 @@ def _connecting(
     check_int("cache_bytes", cache_bytes, 0)
     if seed is not None:
         check_int("seed", seed, 0)
-    if restart not in (None, "auto"):
-        raise InvalidRequest(f'restart must be "auto" or None, got {named(restart)}')
+    check_one_of("restart", restart, ("auto", None))
     cache = RowCache(cache_bytes)
     engines: list[RemoteEngine] = []
     lines: list[ServerConnection] = []

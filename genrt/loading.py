@@ -24,7 +24,7 @@ from genrt.engines.folders import sweep
 from genrt.engines.protocol import Engine
 from genrt.errors import EngineUnsupported, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.numbers import check_bool, check_float, check_int, check_options, named, shown
+from genrt.numbers import check_bool, check_float, check_int, check_one_of, check_options, shown
 from genrt.runtime.cache import RowCache
 from genrt.runtime.concurrency import run_in_thread
 from genrt.runtime.thread import EngineThread
@@ -186,8 +186,7 @@ def _start(
     check_bool("deterministic", deterministic)
     check_replicas(replicas, cluster)
     replicas = None if replicas is None else operator.index(replicas)
-    if not isinstance(restart, str | None) or restart not in (None, "auto"):
-        raise InvalidRequest(f'restart must be "auto" or None, got {named(restart)}')
+    check_one_of("restart", restart, ("auto", None))
     if not isinstance(engine_options, Mapping | None):
         raise InvalidRequest(
             f"engine_options must be a mapping of option names to values, got {shown(engine_options)}"

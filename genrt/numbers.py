@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +18,7 @@ __all__ = [
     "check_bool",
     "check_float",
     "check_int",
+    "check_one_of",
     "check_options",
     "check_timeout",
     "displayed",
@@ -42,6 +43,11 @@ _ELSEWHERE = {
     "schema": "json_schema",
 }
 """Options of other libraries, with their names here."""
+
+_INSTEAD = (
+    ": give choice=, regex=, json_schema= or grammar=, or run SMC on a TextModel(constraint=…)"
+)
+"""Advice about ``constraint=``, for calls with structures."""
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -97,11 +103,20 @@ def check_timeout(seconds: float | None) -> float | None:
     return float(seconds)  # sums with numpy's narrow floats lose precision
 
 
+def check_one_of(name: str, value: Any, choices: Sequence[str | None]) -> Any:
+    """Return the value. Raises InvalidRequest unless it is one of these choices, at least two."""
+    if not isinstance(value, str | None) or value not in choices:
+        *most, last = map(repr, choices)
+        raise InvalidRequest(f"{name} must be {', '.join(most)} or {last}, got {named(value)}")
+    return value
+
+
 def check_options(of: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raise InvalidRequest if an option is not known, with the nearest name, or else with all."""
     for name in given:
         if name not in known:
-            advice = nearest(name, known) or f": its options are {', '.join(known)}"
+            instead = _INSTEAD if name == "constraint" and "regex" in known else ""
+            advice = instead or nearest(name, known) or f": its options are {', '.join(known)}"
             raise InvalidRequest(f"{of} has no option {named(name)}{advice}")
 
 
@@ -128,9 +143,10 @@ def named(value: object) -> str:
 
 
 def displayed(value: object) -> str:
-    """Return the ``repr`` of a value for a message. Large integers are described instead."""
+    """Return the first 200 characters of a value's ``repr`` for a message. Large integers are described
+    instead."""
     try:
-        return repr(value)
+        return f"{value!r:.200}"
     except ValueError:  # Python refuses to print integers of over 4,300 digits
         return shown(value)
 

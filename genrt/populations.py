@@ -361,7 +361,8 @@ class Population:
                 as ``draw``.
         """
         runtime, bound = self._runtime, self._runtime.asker.bound(self._adapter)
-        own = runtime.limits, self._contexts(self._places(None)), continuations, bound
+        given = check_contexts(continuations, "continuations")
+        own = runtime.limits, self._contexts(self._places(None)), given, bound
         in_one = runtime.thread.capabilities.scores
         requests = score_requests(*own, in_one=in_one, temperature=temperature)
         return joined_scores(await self._ask([*chain(*requests)], timeout=timeout), requests)
@@ -398,9 +399,9 @@ class Population:
         places = np.flatnonzero(counts)
         longest = sequences.lengths[places] + counts[places] - 1
         check_length(runtime.limits, int(longest.max(initial=0)))
-        check_timeout(timeout)
         whole = torch.zeros(block.shape)
         if not len(places):
+            await self._ask((), timeout=timeout)
             return whole
         contexts = sequences.followed_by(block)
         known, came_from = _known_origins(before, places, sequences.lengths[places])
@@ -547,7 +548,7 @@ class Population:
         """
         self._check_open()
         given: Any = lengths
-        if isinstance(given, int | np.integer) or getattr(given, "ndim", None) == 0:
+        if isinstance(given, int | float | np.number | None) or getattr(given, "ndim", None) == 0:
             found = np.full(len(self), check_int("lengths", given, 1, LAST_INT64))
         else:
             found = check_integers("lengths", given, 1, LAST_INT64, len(self))
@@ -620,7 +621,7 @@ class Population:
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
-            raise Closed("this population is closed: take it with a new one, lm.population(…)")
+            raise Closed("this population is closed: begin another one, lm.population(…)")
 
     def _places(self, where: Flags | None) -> np.ndarray:
         """Return the places of the sequences to ask about."""

@@ -524,6 +524,8 @@ async def test_closed(lm: AsyncLM) -> None:
         await other.draw()
     with pytest.raises(Closed):
         other.draw_sync()
+    with pytest.raises(Closed):
+        await other.advance([])
     del other
     gc.collect()
 

@@ -8,6 +8,7 @@ Never an error of torch, NumPy, Python or a tokenizer; and the runtime answers t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import json
@@ -17,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 from unittest import mock
 
 import numpy as np
@@ -27,8 +28,9 @@ import torch
 import genrt
 from genrt import constraints, inference
 from genrt.byte_lm import ByteLM
+from genrt.contexts import Context
 from genrt.engines.exact import NGram
-from genrt.errors import InvalidRequest, TimedOut
+from genrt.errors import EngineDied, InvalidRequest, TimedOut
 from genrt.generation import (
     Conversation,
     Failed,
@@ -40,10 +42,11 @@ from genrt.generation import (
     rollout_samples,
     splice_turn,
 )
-from genrt.inference import SMC, BestOfN, MetropolisHastings, Program, Rejection, TextModel
+from genrt.inference import SMC, BestOfN, Law, MetropolisHastings, Program, Rejection, TextModel
 from genrt.interop.nemo_rl import NemoGeneration
-from genrt.lm import AsyncLM
+from genrt.lm import AsyncLM, ConnectOptions
 from genrt.loading import LoadOptions
+from genrt.populations import Population
 
 GOLDEN = Path(__file__).with_name("refusals.json")
 
@@ -88,7 +91,7 @@ RIGHT: dict[str, dict[str, Any]] = {
 ELSEWHERE = {"add_adapter", "remove_adapter", "clear_cache", "statistics", "close", "restart"}
 ELSEWHERE |= {"adapter_files", "aclose", "arestart", "connect"}
 ELSEWHERE |= {"update_weights", "pause", "resume", "sleep", "wake_up", "reset_prefix_cache"}
-"""What asks nothing."""
+"""What asks nothing; ``CALLS`` has those with options."""
 
 
 def wrong_values() -> list[Any]:
@@ -174,6 +177,9 @@ def asked(lm: AsyncLM, name: str, arguments: dict[str, Any]) -> Callable[[], Any
     return lambda: method(**arguments)
 
 
+REFUSALS = InvalidRequest, genrt.InvalidConstraint, genrt.ModelNotFound, genrt.InvalidWeights
+
+
 def refusals(
     call: Callable[[Any], Any], raw: list[str], taken: Sequence[int] | None = None
 ) -> dict[int, str]:
@@ -185,7 +191,7 @@ def refusals(
             continue
         try:
             call(value)
-        except (InvalidRequest, genrt.InvalidConstraint, genrt.ModelNotFound) as error:
+        except REFUSALS as error:
             found[number] = f"{type(error).__name__}: {' '.join(str(error).split())}"
         except TimedOut:
             pass
@@ -309,6 +315,26 @@ def loaded(lm: AsyncLM, **arguments: Any) -> None:
         genrt.load(**given | arguments).close()
 
 
+def connected(lm: AsyncLM, **arguments: Any) -> None:
+    with contextlib.suppress(EngineDied):  # there is no server
+        awaited(AsyncLM.connect(**{"url": "http://127.0.0.1:1"} | arguments))
+
+
+def paused(lm: AsyncLM, **arguments: Any) -> None:
+    lm.pause_sync(**arguments)
+    lm.resume()
+
+
+def of_context(lm: AsyncLM, method: str, **arguments: Any) -> None:
+    with lm.context([1, 2]) as context:
+        asked(cast("Any", context), method, arguments)()
+
+
+def of_population(lm: AsyncLM, method: str, **arguments: Any) -> None:
+    with lm.population([[1, 2], [1]]) as population:
+        asked(cast("Any", population), method, arguments)()
+
+
 async def _program(p: Any) -> int:
     return int(await p.sample([0]))
 
@@ -392,6 +418,13 @@ CALLS: dict[str, Call] = {
         parameters(BestOfN),
     ),
     "BestOfN.init": (lambda lm, **a: BestOfN(a_model(lm), n=2).init(**a), {}, ["seed"]),
+    "several_sync": (
+        lambda lm, **a: inference.several_sync(
+            **{"sampler": SMC(a_model(lm), num_particles=2)} | a
+        ),
+        {"runs": 2, "seed": 0},
+        ["sampler", "seed"],
+    ),
     "Program": (Program, {"function": _program}, ["function"]),
     "infilling": (
         lambda lm, **a: inference.infilling(lm, **a),
@@ -421,11 +454,50 @@ CALLS: dict[str, Call] = {
         {"function": bool},
         ["function", "name", "max_concurrent"],
     ),
+    "Law": (Law, {"prompt": [0]}, parameters(Law)),
+    "connect": (connected, {}, ["url", *get_type_hints(ConnectOptions)]),
+    "update_weights": (
+        lambda lm, **a: lm.update_weights_sync(**a),
+        {"source": {"table": LETTERS.table}},
+        parameters(AsyncLM.update_weights)[1:],
+    ),
+    "pause": (paused, {}, parameters(AsyncLM.pause)),
+    "wake_up": (lambda lm, **a: lm.wake_up_sync(**a), {}, ["tags"]),
+    "adapter_files": (lambda lm, **a: lm.adapter_files(**a), {}, ["name"]),
     "potential": (
         lambda lm, **a: constraints.potential(**{"constraint": constraints.regex("a", lm)} | a),
         {},
         parameters(constraints.potential),
     ),
+}
+CALLS |= {
+    f"{kind.__name__}.{name}": (
+        functools.partial(of_context if kind is Context else of_population, method=name),
+        right,
+        parameters(getattr(kind, name)),
+    )
+    for kind, name, right in (
+        (Context, "draw", {}),
+        (Context, "logprobs", {}),
+        (Context, "top_logprobs", {"k": 1}),
+        (Context, "token_logprobs", {"candidates": [1]}),
+        (Context, "score", {"continuation": [1]}),
+        (Context, "advance", {"token_ids": [1, 2]}),
+        (Context, "append", {"token_id": 1}),
+        (Context, "extend", {"token_ids": [1]}),
+        (Context, "cut", {"length": 1}),
+        (Population, "draw", {}),
+        (Population, "logprobs", {}),
+        (Population, "score", {"continuations": [[1], [2]]}),
+        (Population, "advance", {"token_ids": [[1], [2]]}),
+        (Population, "draw_block", {"length": 2}),
+        (Population, "append", {"token_ids": [1, 1]}),
+        (Population, "extend", {"token_ids": [[1], [2]]}),
+        (Population, "cut", {"lengths": 1}),
+        (Population, "take", {"indices": [0]}),
+        (Population, "resample", {"ancestors": [0, 0]}),
+        (Population, "split", {"sizes": [1, 1]}),
+    )
 }
 EVERY_CALL = [(name, parameter) for name, (_, _, names) in CALLS.items() for parameter in names]
 
@@ -447,15 +519,48 @@ def test_a_wrong_argument_of_other_calls_is_refused_or_taken(name: str, letters:
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in CALLS if name not in ("load", "splice_turn", "Job", "strings")],
+    [name for name in CALLS if name not in ("load", "splice_turn", "Job", "strings", "connect")],
 )
 def test_a_call_takes_a_runtime_alone(name: str) -> None:
     call, right, _ = CALLS[name]
-    if name.endswith((".init", ".generate", ".generate_async")) or "potential" in name:
+    if "." in name or "potential" in name or hasattr(AsyncLM, name):
         return
     for wrong in (None, LETTERS, "lm"):
         with pytest.raises((InvalidRequest, genrt.InvalidConstraint), match=r"genrt\.load"):
             call(wrong, **right)
+
+
+NEAREST = {
+    **dict.fromkeys(("load", "connect", "Job", "generate_many", "generate_valid"), "seed"),
+    **dict.fromkeys(("rollout", "rollout_samples", "sample", "batch_sample", "warm_up"), "timeout"),
+    **dict.fromkeys(("generate", "batch_generate", "stream"), "adapter"),
+    **dict.fromkeys(("update_weights", "pause", "sleep"), "pending"),
+    **dict.fromkeys(("cool_down", "encode_chat"), "tools"),
+}
+"""An option of each call that takes options; those of chats need a template."""
+
+
+@pytest.mark.parametrize("name", NEAREST)
+def test_a_misspelled_option_is_refused_with_the_name_of_the_call_and_the_nearest(
+    name: str, letters: AsyncLM
+) -> None:
+    """Not, as Python does, with the name of the function that takes the options in the end."""
+    function, right, _ = CALLS.get(name, (None, RIGHT.get(name, {}), ()))
+    given = {**right, f"{NEAREST[name]}_": None}
+    with pytest.raises(InvalidRequest) as refused:
+        asked(letters, name, given)() if function is None else function(letters, **given)
+    of = "a completion" if name in ("generate", "batch_generate", "stream") else name
+    of, near = of.removesuffix("_samples"), NEAREST[name]
+    assert str(refused.value) == f"{of} has no option '{near}_': did you mean {near}?"
+
+
+def test_every_method_with_options_is_among_those() -> None:
+    methods = {
+        name.removesuffix("_sync")
+        for name, member in inspect.getmembers(AsyncLM, callable)
+        if not name.startswith("_") and "options" in inspect.signature(member).parameters
+    }
+    assert methods <= {*NEAREST, "chat", "stream_chat"}
 
 
 @pytest.mark.parametrize("parameter", [*inspect.signature(Item).parameters])

@@ -21,7 +21,7 @@ import genrt
 from genrt.engines.exact import ExactEngine, NGram
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.lm import AsyncLM
-from genrt.numbers import check_float, check_int, shown
+from genrt.numbers import check_float, check_int, check_one_of, displayed, shown
 from genrt.questions.completions import SampleRequest
 from genrt.tokens.sampling import GREEDY_BELOW, draw, seeded_uniforms, truncate
 
@@ -314,3 +314,16 @@ def test_no_int_is_too_long_for_a_message() -> None:
     assert shown(10**39) == "1" + "0" * 39
     assert shown(10**5000) == "an int of 16610 bits"
     assert shown(np.float32(0.5)) == "0.5"
+
+
+def test_a_message_has_the_beginning_of_a_long_value() -> None:
+    assert displayed("short") == "'short'"
+    assert displayed("x" * 10**6) == "'" + "x" * 199
+    assert displayed([10**5000]) == "a value of type list"
+
+
+def test_a_value_that_is_none_of_several_is_refused_with_all_of_them() -> None:
+    assert check_one_of("it", None, ("a", None)) is None
+    for wrong, got in (("c", "'c'"), (1, "1"), (np.zeros(2), "a value of type ndarray")):
+        with pytest.raises(InvalidRequest, match=f"^it must be 'a', 'b' or None, got {got}$"):
+            check_one_of("it", wrong, ("a", "b", None))

@@ -292,7 +292,7 @@ async def test_scores_are_those_of_the_sequences(lm: AsyncLM) -> None:
     assert [*population] == [[1, 2], [3], [1, 2], [4, 5, 6]]
     assert all(map(torch.equal, population.score_sync(continuations), wanted))
     for wrong, message in (
-        ([[1]], "4 contexts and 1 continuations"),
+        ([[1]], "continuations has length 1, not 4"),
         ([[1], [2], [3], [999]], "continuation must be in the"),
         ([1, 2, 3, 4], "continuations must be a sequence of"),
         ("abcd", "continuations must be a sequence of"),
@@ -346,6 +346,8 @@ def test_a_closed_runtime_answers_no_population() -> None:
         population = lm.population([1], 2)
     with pytest.raises(Closed):
         population.draw_sync()
+    with pytest.raises(Closed):
+        population.advance_sync([[], []])
 
 
 def test_sequences_grow_to_the_models_length_and_are_refused_beyond_it() -> None:
@@ -399,7 +401,10 @@ async def test_a_block_is_appended_and_scored_unless_the_sequences_change_meanwh
     assert found[1].tolist() == [0.0] * 3
     assert found[0, 2] == 0.0
     assert (await population.advance([[], [], []])).shape == (3, 0)
-    for wrong, says in (([[1]], "give all"), (torch.tensor([[-1, 1]] * 3), "follows -1")):
+    for wrong, says in (
+        ([[1]], "not 3: give ids for each"),
+        (torch.tensor([[-1, 1]] * 3), "follows -1"),
+    ):
         with pytest.raises(InvalidRequest, match=says):
             await population.advance(wrong)
     before = [*population]

@@ -110,7 +110,8 @@ class RayConnection:
             free = there - self._gpus_taken
             if not self.is_local:  # others take GPUs too; Ray's own count lags behind a close
                 free = ray.available_resources().get("GPU", 0.0)
-            few = f"{replicas} replicas need {needed:g} GPUs, and {free:g} of {there} are free"
+            many = "1 replica needs" if replicas == 1 else f"{replicas} replicas need"
+            few = f"{many} {needed:g} GPU{'s' * (needed != 1)}, with {free:g} of {there} free"
             if round(needed - free, 6) > 0:
                 if self.is_local:
                     hint = ": close other runtimes, or use another process"

@@ -508,8 +508,7 @@ class ReplicaEngine:
         if all(each.state == "retired" for each in self._replicas):
             reasons = dict.fromkeys(each.reason for each in self._replicas)
             raise EngineDied(
-                f"all {len(self._replicas)} replicas died, and may not be started again: "
-                f"{'; '.join(reasons)}"
+                f"all replicas died, and may not be started again: {'; '.join(reasons)}"
             )
 
     def everyone(self, name: str, *arguments: Any) -> dict[int, Any]:

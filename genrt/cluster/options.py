@@ -16,13 +16,13 @@ MOST_REPLICAS = 1024
 
 def check_replicas(replicas: object, cluster: object) -> None:
     """Raise InvalidRequest unless these are options for ``genrt.load``."""
-    from genrt.numbers import check_int, shown
+    from genrt.numbers import check_int, named
 
     if replicas is not None:
         check_int("replicas", replicas, 1, MOST_REPLICAS)
     if cluster is not None and (not isinstance(cluster, str) or not cluster):
         raise InvalidRequest(
-            f'cluster must be "auto", "local" or the address of a Ray cluster, got {shown(cluster)}'
+            f'cluster must be "auto", "local" or the address of a Ray cluster, got {named(cluster)}'
         )
     if cluster is not None and replicas is None:
         raise InvalidRequest("a cluster is for replicas: say how many with replicas=…")

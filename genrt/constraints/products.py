@@ -271,7 +271,7 @@ async def _awords(states: Sequence[State]) -> tuple[Words, int]:
         answers = await state.check(token_ids.tolist())
         if len(answers) != len(token_ids):
             raise InvalidRequest(
-                f"{state!r} gave {len(answers)} answers about {len(token_ids)} tokens: give one each"
+                f"{state!r} gave {len(answers)} of {len(token_ids)} answers: give one for each token"
             )
         mask[token_ids] = answers
         words[rows] = packed(mask)

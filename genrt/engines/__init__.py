@@ -21,11 +21,11 @@ ENGINES = ("vllm", "transformers", "exact")
 
 def check_choice(name: object, model: object, options: dict[str, Any]) -> None:
     """Raise InvalidRequest unless an engine has this name and takes this model and these options."""
-    from genrt.numbers import displayed, shown
+    from genrt.numbers import named, shown
 
     if not isinstance(name, str) or name not in ENGINES:
         known = ", ".join(map(repr, ENGINES))
-        raise InvalidRequest(f"engine must be one of {known}, or a function, got {displayed(name)}")
+        raise InvalidRequest(f"engine must be one of {known}, or a function, got {named(name)}")
     if name == "exact":
         from genrt.engines.exact import NGram
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.generation.many import check_lm
 from genrt.lm import AsyncLM
-from genrt.numbers import check_int, shown
+from genrt.numbers import check_int, check_options, shown
 from genrt.questions.arguments import TokenIds
 from genrt.questions.completions import Completion, GenerateOptions
 from genrt.questions.rows import id_words
@@ -235,6 +235,8 @@ class Conversation:
                 ``AsyncLM.generate``.
             ContextTooLong: the conversation fills the context.
         """
+        known = [name for name in GenerateOptions.__annotations__ if name != "max_tokens"]
+        check_options("ask", options, ["max_new_tokens", *known])
         prompt = self.prompt_ids()
         room = self._lm.max_model_len - len(prompt)
         if room <= 0:
@@ -244,8 +246,6 @@ class Conversation:
             )
         if max_new_tokens is not None:
             room = min(room, check_int("max_new_tokens", max_new_tokens, 1))
-        if "max_tokens" in options:
-            raise InvalidRequest("ask has no option 'max_tokens': give max_new_tokens")
         given = {"logprobs": 0, **options, "max_tokens": room}
         completion = await self._lm.generate(prompt, **cast("Any", given))
         self.answer(completion)

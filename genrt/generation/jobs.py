@@ -23,7 +23,7 @@ from genrt.generation.many import Failed, Item, ItemRunner, check_lm
 from genrt.generation.tables import Row, RowPrompts, check_files, max_rows, read_rows, value_of
 from genrt.generation.validators import Fault, JSONSchema, RecordValidator, Validate
 from genrt.lm import AsyncLM
-from genrt.numbers import check_bool, check_int, check_timeout, json_number, named, shown
+from genrt.numbers import check_bool, check_int, check_options, check_timeout, json_number, shown
 from genrt.progress import BEAT_SECONDS, progress_bar
 from genrt.questions.arguments import check_seed, seed_at
 from genrt.questions.completions import (
@@ -202,6 +202,8 @@ class Job:
             ExtraNotInstalled: there is a schema, and jsonschema is missing; or a ``.parquet`` file, and
                 pyarrow is missing.
         """
+        known = [*TurnOptions.__annotations__, *(Job.__init__.__kwdefaults__ or ())]
+        check_options("Job", options, known)
         self._input, self._output = _path("input", input), _path("output", output)
         check_files(self._input, self._output, delimiter)
         self._delimiter = delimiter
@@ -228,7 +230,7 @@ class Job:
                 "temperature over 0: a greedy text comes out the same again"
             )
         if not isinstance(model_options, Mapping | None):
-            raise InvalidRequest(f"model_options must be a mapping, got {named(model_options)}")
+            raise InvalidRequest(f"model_options must be a mapping, got {shown(model_options)}")
         self._parts: dict[str, Any] = {
             **drawing,
             **self._prompts.parts,
@@ -603,7 +605,7 @@ def _model_of(lm: AsyncLM) -> str | None:
 
 def _path(name: str, value: object) -> Path:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise InvalidRequest(f"{name} must be a path, got {named(value)}")
+        raise InvalidRequest(f"{name} must be a path, got {shown(value)}")
     try:
         path = Path(os.fsdecode(os.fspath(value))).expanduser()
         if b"\0" in os.fsencode(path):
@@ -668,7 +670,7 @@ def _drawing_parts(options: Mapping[str, Any], seed: int | None) -> dict[str, An
         "chat_template_kwargs": (Mapping, "a mapping"),
     }.items():
         if not isinstance(chat[name], kind | None):
-            raise InvalidRequest(f"{name} must be {noun}, got {named(chat[name])}")
+            raise InvalidRequest(f"{name} must be {noun}, got {shown(chat[name])}")
     [request] = completion_requests(ANY_MODEL, [[0]], None, itertools.count(), seed, given)
     decoding = asdict(request.decoding)
     if given.get("max_tokens") is None:

@@ -19,7 +19,7 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, Unpack, cast, ge
 from genrt.errors import Closed, ContextTooLong, EngineDied, EngineFailed, InvalidRequest, TimedOut
 from genrt.generation.concurrent_map import ConcurrentMap, Source
 from genrt.lm import AsyncLM
-from genrt.numbers import check_bool, check_int, check_options, check_timeout, named, shown
+from genrt.numbers import check_bool, check_int, check_one_of, check_options, check_timeout, shown
 from genrt.progress import progress_bar
 from genrt.questions.arguments import TokenIds, check_seed, seed_at
 from genrt.questions.completions import STRUCTURES, Completion, GenerateOptions, TurnOptions
@@ -140,6 +140,7 @@ def generate_many(
         InvalidRequest: ``items`` is not an iterable of prompts, or an option of this call is wrong.
             Options of texts raise when the first result is taken.
     """
+    check_options("generate_many", options, [*ManyOptions.__annotations__, "on_error"])
     given: dict[str, Any] = {**options}
     in_order = check_bool("in_order", given.pop("in_order", False))
     progress = check_bool("progress", given.pop("progress", False))
@@ -150,8 +151,7 @@ def generate_many(
         )
     if not isinstance(items, Iterable | AsyncIterable) or getattr(items, "ndim", 1) == 0:
         raise InvalidRequest(f"items must be an iterable or async iterable, got {shown(items)}")
-    if not isinstance(on_error, str) or on_error not in get_args(OnError):
-        raise InvalidRequest(f"on_error must be 'raise' or 'return', got {named(on_error)}")
+    check_one_of("on_error", on_error, get_args(OnError))
     return _run_many(runner, items, on_error, in_order=in_order, progress=progress)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from genrt.errors import ContextTooLong, InvalidRequest, TimedOut
 from genrt.generation.many import Failed, Item, check_lm, generate_many
 from genrt.lm import AsyncLM
-from genrt.numbers import check_int, check_options, named, shown
+from genrt.numbers import check_int, check_one_of, check_options, shown
 from genrt.questions.arguments import check_seed, host_array, seed_at
 from genrt.questions.completions import Completion, CompletionOptions, SamplingMask
 from genrt.questions.rows import id_words
@@ -181,7 +181,8 @@ class _RolloutBatch:
     ) -> None:
         given: dict[str, Any] = {**options}
         self._lm = check_lm(lm)
-        known = RolloutOptions.__annotations__.keys() - {"max_tokens", "stop", "logprobs"}
+        others = "max_tokens", "stop", "logprobs"
+        known = [name for name in RolloutOptions.__annotations__ if name not in others]
         check_options("rollout", given, known)
         self._pad_value = _check_pad_value(given.pop("pad_value", None))
         ids, lengths = _unpadded(input_ids, input_lengths, self._pad_value)
@@ -203,16 +204,13 @@ class _RolloutBatch:
             stops = [None] * len(ids)
         elif len(stops) != len(ids):
             raise InvalidRequest(
-                f"stop_strings is given for {len(stops)} samples, and the batch has {len(ids)}"
+                f"stop_strings has length {len(stops)}, not {len(ids)}: give one for each sample"
             )
         most = given.pop("max_new_tokens", None)
         most = None if most is None else check_int("max_new_tokens", most, 1)
         least = check_int("min_tokens", given.pop("min_tokens", 0), 0, most)
         on_timeout = given.pop("on_timeout", "raise")
-        if not isinstance(on_timeout, str) or on_timeout not in get_args(OnTimeout):
-            raise InvalidRequest(
-                f"on_timeout must be 'raise' or 'truncate', got {named(on_timeout)}"
-            )
+        check_one_of("on_timeout", on_timeout, get_args(OnTimeout))
         self._truncates = on_timeout == "truncate"
         self._form: MaskForm | None = given.get("sampling_mask")
         self._given = given
@@ -313,7 +311,9 @@ def _unpadded(ids: Tensor, lengths: Tensor, pad_value: int) -> tuple[np.ndarray,
         )
     batch, width = tokens.shape
     if len(counts) != batch:
-        raise InvalidRequest(f"input_ids has {batch} rows, and input_lengths {len(counts)} lengths")
+        raise InvalidRequest(
+            f"input_lengths has length {len(counts)}, not {batch}: one for each row"
+        )
     out = np.flatnonzero((counts < 0) | (counts > width))
     if len(out):
         raise InvalidRequest(
@@ -326,7 +326,7 @@ def _unpadded(ids: Tensor, lengths: Tensor, pad_value: int) -> tuple[np.ndarray,
         advice = "; it looks padded on the left" if is_left else ""
         raise InvalidRequest(
             f"row {row}, position {position} of input_ids: there is {tokens[row, position]} behind the "
-            f"row's {counts[row]} tokens, where padding must be {pad_value}{advice}"
+            f"row's length of {counts[row]}, where padding must be {pad_value}{advice}"
         )
     return tokens, counts
 

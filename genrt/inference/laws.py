@@ -14,7 +14,7 @@ from genrt.errors import ContextTooLong, InvalidRequest
 from genrt.inference import checks
 from genrt.inference.texts import TextTrace
 from genrt.lm import AsyncLM
-from genrt.numbers import check_float, displayed
+from genrt.numbers import check_float, named
 from genrt.populations import Population
 from genrt.tokens import sampling
 
@@ -46,12 +46,12 @@ class Law:
         object.__setattr__(self, "lm", checks.check_runtime(self.lm))
         object.__setattr__(self, "ids", prompt_tokens(self.lm, self.prompt))
         if not isinstance(self.adapter, str | None):
-            raise InvalidRequest(f"the adapter is {displayed(self.adapter)}: give its name")
+            raise InvalidRequest(f"the adapter is {named(self.adapter)}: give its name")
         object.__setattr__(self, "temperature", checks.check_temperature(self.temperature))
         object.__setattr__(self, "power", check_float("power", self.power))
         if not 1e-30 <= abs(self.power) <= 1e30:
             raise InvalidRequest(
-                f"power is {displayed(self.power)}: give a number but 0, of a size from 1e-30 to 1e30"
+                f"power is {self.power}: give a number but 0, of a size from 1e-30 to 1e30"
             )
 
     def check_length(self, max_tokens: int, prompt: Sequence[int] | None = None) -> None:
@@ -60,7 +60,7 @@ class Law:
         longest = before + max_tokens - 1
         if longest > self.lm.max_model_len:
             raise ContextTooLong(
-                f"a prompt of {before} tokens and a text of {max_tokens} need a context of "
+                f"a prompt of length {before} and a text of {max_tokens} tokens need a context of "
                 f"{longest}, and the model's is {self.lm.max_model_len}: shorten one of them"
             )
 
@@ -120,7 +120,7 @@ def checked_laws(laws: Law | Sequence[Law]) -> tuple[Law, ...]:
     given = (laws,) if isinstance(laws, Law) else tuple(laws)
     for each in given:
         if not isinstance(each, Law):
-            raise InvalidRequest(f"{displayed(each)} is no Law: give Law(lm, prompt, …)")
+            raise InvalidRequest(f"{named(each)} is no Law: give Law(lm, prompt, …)")
         given[0].check_vocabulary(each, "a law")
     if not any(each.power > 0 for each in given):
         raise InvalidRequest("no law has a positive power: give one that has")

@@ -263,6 +263,8 @@ class Several:
 async def several(sampler: Any, runs: int, *, seed: int) -> Several:
     """Run a sampler ``runs`` times, at least twice, with seeds of their own, one after the other. For
     costs of its own, each begins with nothing cached: it drops the rows and the engine's prefixes."""
+    if not callable(getattr(sampler, "run", None)):
+        raise InvalidRequest(f"the sampler is {displayed(sampler)}: give one with run, such as SMC")
     sequence = np.random.SeedSequence(check_int("seed", seed, 0))
     seeds: Sequence[int] = sequence.generate_state(check_int("runs", runs, 2), np.uint64).tolist()
     lm, results = runtime_of(getattr(sampler, "model", None)), []

@@ -77,7 +77,7 @@ from genrt.inference.model import DEAD
 from genrt.inference.resampling import Floats
 from genrt.inference.texts import END_TOKEN, Ends, Stop, TextTrace, parse_stop
 from genrt.lm import AsyncLM
-from genrt.numbers import check_int, displayed
+from genrt.numbers import check_int, named
 from genrt.populations import Population, draw_texts
 from genrt.questions.arguments import seeds_at
 from genrt.questions.draws import step_seed
@@ -85,6 +85,7 @@ from genrt.runtime.concurrency import gather_all
 from genrt.structures.matching import set_bits, unpacked
 from genrt.tokens import sampling
 from genrt.tokens.texts import Potential, Text, decoded
+from genrt.tokens.vocabulary import checked_utf8
 
 Proposal: TypeAlias = Literal["mask", "awrs"] | AWRS | Law | AsyncLM
 """How a ``TextModel`` draws: under masks, by rejection, or from another law."""
@@ -194,8 +195,14 @@ class TextModel:
                 'proposal="awrs" is for constraints that are asked token by token, such as predicate; '
                 "this one has masks: leave the proposal out"
             )
-        if not callable(unit) and (not isinstance(unit, str) or not unit):
+        if isinstance(unit, str) and unit:
+            checked_utf8(unit)
+        elif hasattr(unit, "__index__"):
             unit = check_int("unit", unit, 1, 2**31)
+        elif not callable(unit):
+            raise InvalidRequest(
+                f"unit is {named(unit)}: give a number of tokens, a non-empty str or a function of a Text"
+            )
         self.laws, self.lm, self._proposer, self._unit = laws, runtime, proposer, unit
         self.constraint, self.potential, self._twist = constraint, potential, twist
         self.ends, self.eos_token_id, self._byte_vocab = ends, eos_token_id, runtime.byte_vocab
@@ -748,7 +755,7 @@ def _proposal_law(law: Law, proposal: Any) -> Law | None:
         proposal = Law(proposal, law.prompt, temperature=law.temperature)
     if not isinstance(proposal, Law):
         raise InvalidRequest(
-            f'proposal is {displayed(proposal)}: give "mask" or "awrs", or a law or a runtime'
+            f'proposal is {named(proposal)}: give "mask" or "awrs", or a law or a runtime'
         )
     if proposal.power != 1:
         raise InvalidRequest("a proposal has power 1: give a temperature instead")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, TypeAlias, cast
 
 from genrt.errors import InvalidRequest
 from genrt.inference.model import Trace
-from genrt.numbers import displayed
+from genrt.numbers import displayed, is_truth_value
 from genrt.populations import Population
 from genrt.tokens.texts import Text
 from genrt.tokens.vocabulary import checked_utf8
@@ -60,7 +60,8 @@ def parse_stop(stop: Any, *, eos_token_id: int | None, vocab_size: int) -> Ends:
     if stop is None:
         return Ends(frozenset(), (), True)
     given = [stop] if isinstance(stop, str | EndToken) or hasattr(stop, "__index__") else stop
-    if isinstance(given, bytes) or not isinstance(given, Collection) or not given:
+    is_other = isinstance(given, bytes | bytearray | Mapping)
+    if is_other or not isinstance(given, Collection) or not given:
         raise InvalidRequest(
             f"stop is {displayed(stop)}: give strings, token ids, END_TOKEN, or several in a list; None "
             "if nothing is to end a text"
@@ -77,7 +78,7 @@ def parse_stop(stop: Any, *, eos_token_id: int | None, vocab_size: int) -> Ends:
                 token_id = operator.index(each)
             except (TypeError, RuntimeError):  # torch raises the latter
                 token_id = -1
-            if isinstance(each, bool) or not 0 <= token_id < vocab_size:
+            if is_truth_value(each) or not 0 <= token_id < vocab_size:
                 raise InvalidRequest(
                     f"stop has {displayed(each)} in it: give strings that are not empty, or token ids "
                     f"from 0 to {vocab_size - 1}"

@@ -11,7 +11,15 @@ from typing import Any, ClassVar, Literal, NamedTuple, Required, TypeAlias, Type
 import numpy as np
 
 from genrt.errors import ContextTooLong, InvalidRequest
-from genrt.numbers import check_bool, check_float, check_int, frozen, named, nearest, shown
+from genrt.numbers import (
+    check_bool,
+    check_float,
+    check_int,
+    check_one_of,
+    check_options,
+    frozen,
+    shown,
+)
 from genrt.questions.arguments import Adapter, TokenIds, abbreviated, check_seed, seed_at
 from genrt.questions.request import Request
 from genrt.questions.rows import Limits
@@ -507,13 +515,10 @@ def sample_requests(
     """Return a request for each context; context ``i`` is drawn with seed ``seed + i``.
 
     Raises:
-        TypeError: as Python raises for ``method``: an option is unknown, or ``max_tokens`` is missing.
+        TypeError: as Python raises for ``method``: ``max_tokens`` is missing.
         InvalidRequest: as ``completion_requests``; ContextTooLong.
     """
-    for name in options:
-        if name not in SampleOptions.__annotations__:
-            near = nearest(name, SampleOptions.__annotations__)
-            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}{near}")
+    check_options(method, options, [*SampleOptions.__annotations__, "timeout"])
     if "max_tokens" not in options:
         raise TypeError(f"{method}() missing a required keyword argument: 'max_tokens'")
     given = {**options, "max_tokens": check_int("max_tokens", options["max_tokens"], 1)}
@@ -545,6 +550,8 @@ def completion_requests(
         InvalidRequest: an option is unknown, of the wrong type or out of range, also without contexts.
         ContextTooLong: a context and ``max_tokens`` are too long together.
     """
+    known = (GenerateOptions if template is None else TurnOptions).__annotations__
+    check_options("a completion", options, known)
     checked, seed = _checked_options(limits, options), check_seed(seed)
     if template is not None:
         checked |= {"is_chat": True, "template": _plain(template)}
@@ -595,16 +602,8 @@ def _flag(_: Limits, name: str, value: object) -> bool:
 
 
 def _one_of(kind: Any, *, optional: bool = False) -> Check:
-    names = get_args(kind)
-
-    def check(_: Limits, name: str, value: object) -> object:
-        if optional and value is None:
-            return None
-        if not isinstance(value, str) or value not in names:
-            raise InvalidRequest(f"{name} must be one of {sorted(names)}, got {named(value)}")
-        return value
-
-    return check
+    names = (*get_args(kind), None) if optional else get_args(kind)
+    return lambda _, name, value: check_one_of(name, value, names)
 
 
 def _top_p(_: Limits, name: str, value: object) -> float:
@@ -631,25 +630,13 @@ def _check_room(limits: Limits, length: int, max_tokens: int) -> None:
     if max_tokens > room:
         advice = f"max_tokens can be {room} here" if room > 0 else "shorten the context"
         raise ContextTooLong(
-            f"a context of {length} tokens and max_tokens={shown(max_tokens)} are over "
+            f"a context of length {length} and max_tokens={shown(max_tokens)} are over "
             f"max_model_len={limits.max_model_len} together: {advice}"
         )
 
 
-_INSTEAD = {
-    "constraint": ": give choice=, regex=, json_schema= or grammar=, or run SMC on a "
-    "TextModel(…, constraint=…)",
-}
-
-
 def _checked_options(limits: Limits, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options as fields of ``Decoding``, in plain types."""
-    for name in options:
-        if name not in CompletionOptions.__annotations__:
-            advice = _INSTEAD.get(name) or nearest(name, GenerateOptions.__annotations__)
-            raise InvalidRequest(
-                f"a completion has no option {named(name)}{advice or ': see GenerateOptions'}"
-            )
     given: dict[str, Any] = {**options}
     structure = _structure_option({name: given.pop(name) for name in STRUCTURES if name in given})
     checked = {name: _CHECKS[name](limits, name, value) for name, value in given.items()}

@@ -135,7 +135,7 @@ def packed_masks(
     elif not is_plain_sequence(each):
         raise InvalidRequest(f"masks must be a sequence of masks, got {type(masks).__name__}")
     if len(each) != count:
-        raise InvalidRequest(f"{len(each)} masks for {count} contexts: give one for each")
+        raise InvalidRequest(f"masks has length {len(each)}, not {count}: give one for each")
     if isinstance(each, np.ndarray) and count:
         table = each[:1] if each.strides[0] == 0 else each  # one for all, expanded
         if (packed := _packed_table(table, vocab_size, copies)) is not None:

@@ -174,15 +174,14 @@ def score_requests(
     if isinstance(contexts, Contexts):
         packed = [contexts.packed(number) for number in range(len(contexts))]
     else:
-        packed = [id_words(each, limits.vocab_size).tobytes() for each in check_contexts(contexts)]
-    given = check_contexts(continuations, "continuations")
-    if len(packed) != len(given):
+        packed = [id_words(each, limits.vocab_size).tobytes() for each in contexts]
+    if len(packed) != len(continuations):
         raise InvalidRequest(
-            f"{len(packed)} contexts and {len(given)} continuations: give one for each"
+            f"continuations has length {len(continuations)}, not {len(packed)}: give one for each context"
         )
     heat = checked_temperature(temperature)
     found: list[list[ReadRequest | ScoreRequest]] = []
-    for context, continuation in zip(packed, given, strict=True):
+    for context, continuation in zip(packed, continuations, strict=True):
         after = id_words(continuation, limits.vocab_size, allow_empty=True, name="continuation")
         start = len(context) // TOKEN_BYTES
         check_length(limits, start + max(len(after) - 1, 0))
@@ -265,7 +264,7 @@ class TeacherRequests:
             check_length(limits, len(each))
             if len(each) < start:
                 raise InvalidRequest(
-                    f"a text has {len(each)} tokens, fewer than start={shown(start)}"
+                    f"a text has length {len(each)}, less than start={shown(start)}"
                 )
             rows += len(each) + 1 - start
         check_top(limits, top, rows)

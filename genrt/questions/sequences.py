@@ -23,7 +23,6 @@ from genrt.questions.arguments import (
     Adapter,
     Table,
     TokenIds,
-    advice_for,
     check_contexts,
     host_array,
     is_plain_sequence,
@@ -474,7 +473,7 @@ def check_extensions(
 
 def _check_count(given: Sequence[Any] | np.ndarray, count: int) -> None:
     if len(given) != count:
-        raise InvalidRequest(f"{len(given)} token_ids of {count} sequences: give all some")
+        raise InvalidRequest(f"token_ids has length {len(given)}, not {count}: give ids for each")
 
 
 def token_counts(block: np.ndarray) -> np.ndarray:
@@ -494,7 +493,7 @@ def _flat_array(
     if isinstance(given, torch.Tensor | np.ndarray):
         found = host_array(given, name)
     elif not is_plain_sequence(given):
-        raise InvalidRequest(f"{name} must be a sequence, got {shown(given)}{advice_for(given)}")
+        raise InvalidRequest(f"{name} must be a sequence, got {shown(given)}")
     else:
         try:
             found = np.array(given)
@@ -505,7 +504,7 @@ def _flat_array(
     if len(found) and found.dtype.kind not in kinds:
         raise InvalidRequest(f"{name} must be {what}, got {shown(given)}")
     if count is not None and len(found) != count:
-        raise InvalidRequest(f"{len(found)} {name} for {count} sequences: give one for each")
+        raise InvalidRequest(f"{name} has length {len(found)}, not {count}: give one for each")
     return found if len(found) else found.astype(np.int64)
 
 

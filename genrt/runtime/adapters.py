@@ -34,7 +34,7 @@ class AdapterNames:
 
     def files(self, name: str) -> Path | None:
         """Return the directory of the copy of an adapter's files, if there is one."""
-        adapter = self.by_name.get(name)
+        adapter = self.by_name.get(name) if isinstance(name, str) else None
         return next((copy for each, copy in self._thread.adapters if each == adapter), None)
 
     async def add(self, name: str, path: str | os.PathLike[str]) -> Callable[[], None]:

@@ -22,12 +22,11 @@ from collections.abc import (
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 from genrt.errors import GenrtError
 
 P = ParamSpec("P")
-S = TypeVar("S")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -274,14 +273,12 @@ def blocking_generator(asynchronous: AsyncGenerator[T, None]) -> Generator[T, No
     run.outcome.result()
 
 
-def blocking_twin(
-    method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[S, P], T]:
-    """Return the twin of a method that blocks as ``blocking``."""
+def blocking_twin(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """Return the twin of a method or a function that blocks as ``blocking``."""
 
     @twin_of(method, interrupted="It runs in another thread; an interrupt cancels it.")
-    def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return blocking(method(self, *args, **kwargs))
+    def twin(*args: P.args, **kwargs: P.kwargs) -> T:
+        return blocking(method(*args, **kwargs))
 
     return twin
 

@@ -51,9 +51,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence, Set
 from functools import partial
-from typing import Literal, Protocol, TypeAlias, TypedDict, TypeVar
+from typing import Literal, Protocol, TypeAlias, TypedDict, TypeVar, get_args
 
 from genrt.engines.protocol import Engine
 from genrt.engines.weights import (
@@ -64,7 +64,7 @@ from genrt.engines.weights import (
     weights_of,
 )
 from genrt.errors import EngineFailed, EngineUnsupported, GenrtError, InvalidRequest, Paused
-from genrt.numbers import check_int, named, shown
+from genrt.numbers import check_int, check_one_of, check_options, shown
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import BROKEN, Barrier, Batcher, Pending
 from genrt.runtime.concurrency import FairLock
@@ -154,11 +154,9 @@ class Lifecycle:
 
     # -- pauses -------------------------------------------------------------------------------
 
-    async def pause(
-        self, *, pending: Pending = "finish", asked: Asked = "wait"
-    ) -> Callable[[], None]:
+    async def pause(self, options: PauseOptions) -> Callable[[], None]:
         """Pause as ``AsyncLM.pause``; return a function that ends this pause."""
-        barrier = _barrier_for(pending, asked)
+        barrier = _barrier_for("pause", options)
         if self._begin_pause(barrier) is not barrier:
             raise InvalidRequest("the runtime is paused already: resume it first")
         await self._drain(barrier, is_own=True)
@@ -216,12 +214,10 @@ class Lifecycle:
         if is_asleep:
             raise InvalidRequest(ASLEEP)
 
-    async def sleep(
-        self, level: int, *, pending: Pending = "finish", asked: Asked = "wait"
-    ) -> tuple[int, Callable[[], object]]:
+    async def sleep(self, level: int, options: PauseOptions) -> tuple[int, Callable[[], object]]:
         """Sleep as ``AsyncLM.sleep``; return the freed bytes, and a function that undoes the sleep."""
         check_int("level", level, 1, 2)
-        own = _barrier_for(pending, asked)
+        own = _barrier_for("sleep", options)
         _sleeping(self._thread.engine).check_sleep()
         self._check_not_asleep()
         release = await self._move_lock.acquire()
@@ -378,17 +374,11 @@ def _nothing() -> None:
     """Have no effect."""
 
 
-def check_pending(pending: object, *, continues: bool = False) -> None:
-    """Raise InvalidRequest unless it is a ``Pending``, and not "continue" unless that is possible."""
-    if pending not in (("finish", "restart", "continue") if continues else ("finish", "restart")):
-        more = ', or "continue"' if continues else ""
-        raise InvalidRequest(f'pending must be "finish" or "restart"{more}, got {named(pending)}')
-
-
-def _barrier_for(pending: Pending, asked: Asked) -> Barrier:
-    check_pending(pending)
-    if asked not in ("wait", "raise"):
-        raise InvalidRequest(f'asked must be "wait" or "raise", got {named(asked)}')
+def _barrier_for(method: str, options: PauseOptions) -> Barrier:
+    check_options(method, options, PauseOptions.__annotations__)
+    pending, asked = options.get("pending", "finish"), options.get("asked", "wait")
+    check_one_of("pending", pending, ("finish", "restart"))
+    check_one_of("asked", asked, get_args(Asked))
     return Barrier(pending, Paused(PAUSED) if asked == "raise" else None)
 
 
@@ -396,8 +386,8 @@ def _checked_parts(tags: Collection[SleepingPart] | None) -> frozenset[SleepingP
     if tags is None:
         return SLEEPING_PARTS
     parts = sorted(SLEEPING_PARTS)
-    is_several = isinstance(tags, Collection) and not isinstance(tags, str)
-    if not is_several or any(each not in parts for each in tags):
+    is_several = isinstance(tags, Sequence | Set) and not isinstance(tags, str)
+    if not is_several or not all(isinstance(each, str) and each in parts for each in tags):
         raise InvalidRequest(f"tags must be some of {parts}, or None, got {shown(tags)}")
     return frozenset(tags)
 

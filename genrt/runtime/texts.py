@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from genrt.engines.protocol import check_supported, tokenizer_of
 from genrt.errors import InvalidRequest
-from genrt.numbers import shown
+from genrt.numbers import check_options, shown
 from genrt.questions.arguments import TokenIds
 from genrt.questions.completions import (
     CompletionRequest,
@@ -42,8 +42,8 @@ class Texts:
     def samples(
         self, contexts: Sequence[TokenIds], options: SampleOptions, *, method: str
     ) -> list[SampleRequest]:
-        """Return a request for each context of a call of ``method``. Raises TypeError for an unknown
-        option or without ``max_tokens``; InvalidRequest, ContextTooLong, UnknownAdapter."""
+        """Return a request for each context of a call of ``method``. Raises TypeError without
+        ``max_tokens``; InvalidRequest, ContextTooLong, UnknownAdapter."""
         given: dict[str, Any] = {**options}
         bound = self._bound(given.pop("adapter", None))
         return sample_requests(self._limits, contexts, bound, self._nonces, method, given)
@@ -86,14 +86,16 @@ class Texts:
         return self.requests([ids], given, kwargs or {})
 
     def prefix(self, prefix: Prefix, options: WarmUpOptions) -> tuple[ReadRequest, float | None]:
-        """Return the request to compute and pin a prefix, and the timeout. Raises TypeError for an
-        unknown option; InvalidRequest, ContextTooLong, UnknownAdapter."""
+        """Return the request to compute and pin a prefix, and the timeout. Raises InvalidRequest,
+        ContextTooLong, UnknownAdapter."""
+        check_options("warm_up", options, WarmUpOptions.__annotations__)
         given: dict[str, Any] = {**options}
         timeout = given.pop("timeout", None)
         return self._pinned(prefix, **given), timeout
 
     def release(self, prefix: Prefix | None, options: PrefixOptions) -> None:
         """Unpin a prefix, or all; raises as ``prefix``."""
+        check_options("cool_down", options, PrefixOptions.__annotations__)
         if prefix is not None:
             self._thread.release(self._pinned(prefix, **options).row)
         elif options:

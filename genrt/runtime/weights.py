@@ -23,7 +23,7 @@ from collections.abc import (
 )
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict, TypeVar
+from typing import Any, TypeAlias, TypedDict, TypeVar, get_args
 
 from torch import Tensor
 
@@ -51,12 +51,11 @@ from genrt.errors import (
     InvalidRequest,
     InvalidWeights,
 )
-from genrt.numbers import check_bool, named, shown
+from genrt.numbers import check_bool, check_one_of, shown
 from genrt.runtime.answers import AnsweringEngine
 from genrt.runtime.batcher import BROKEN, Barrier, Pending
 from genrt.runtime.cache import RowCache
 from genrt.runtime.concurrency import AT_ONCE_BYTES, FairLock, follow, run_in_thread
-from genrt.runtime.lifecycle import check_pending
 from genrt.runtime.thread import EngineThread
 
 T = TypeVar("T")
@@ -94,9 +93,8 @@ class UpdateOptions(TypedDict, total=False):
 
 def check_earlier(pending: object, kv_cache: object) -> None:
     """Raise InvalidRequest unless earlier questions can end so; see ``UpdateOptions``."""
-    check_pending(pending, continues=True)
-    if kv_cache not in (None, "recompute", "keep"):
-        raise InvalidRequest(f'kv_cache must be "recompute" or "keep", got {named(kv_cache)}')
+    check_one_of("pending", pending, get_args(Pending))
+    check_one_of("kv_cache", kv_cache, (*get_args(KVCache), None))
     if kv_cache is not None and pending != "continue":
         raise InvalidRequest('kv_cache is for texts that go on: give pending="continue" too')
 
@@ -232,6 +230,9 @@ class Update:
                 check_tensors(self.layout, tensors, self.names, finite=True)
         else:
             found = check_tensors(self.layout, tensors, self.names, finite=self._finite)
+            for name, tensor in found.items():
+                if tensor.is_meta:  # only the forms of files are
+                    raise InvalidWeights(f"tensor {name!r} is on the device 'meta': give numbers")
         self.names |= {*found}
 
     def copy(self, tensors: NamedTensors) -> None:
@@ -299,6 +300,8 @@ class Update:
 
     def _die(self, error: BaseException) -> Any:
         self._give_up()
+        if isinstance(error, EngineDied):  # of replicas, which say this themselves
+            raise error
         raise EngineDied(f"its weights could not be replaced: {error}") from error
 
     def _give_up(self) -> None:
@@ -336,7 +339,8 @@ def _weights_source(source: Any) -> Any:
     """Return an iterable source, or the files of a path. Raises InvalidRequest for anything else."""
     if isinstance(source, str | os.PathLike):
         return TensorsIn(weight_files(Path(source).expanduser()))
-    if isinstance(source, AsyncIterable | Iterable) and not isinstance(source, Tensor | bytes):
+    is_table = isinstance(source, bytes) or hasattr(source, "ndim")
+    if isinstance(source, AsyncIterable | Iterable) and not is_table:
         return source
     raise InvalidRequest(
         "weights must be tensors by name, a path to safetensors, or chunks of named tensors, got "

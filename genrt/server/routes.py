@@ -254,7 +254,7 @@ class OwnRoutes:
         prompts = await self._contexts(body.prompts, "prompts")
         if len(body.continuations) != len(prompts):
             raise InvalidRequest(
-                f"{len(body.continuations)} continuations for {len(prompts)} prompts: give one for each"
+                f"continuations has length {len(body.continuations)}, not {len(prompts)}, as prompts has"
             )
         continuations = await self._contexts(body.continuations, "continuations", begins=False)
         if (count := sum(map(len, continuations))) > most:

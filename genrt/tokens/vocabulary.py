@@ -320,8 +320,8 @@ def _reconcile(tokenizer: Any, vocabulary: list[bytes]) -> None:
             for token_id, decoded in list(doubtful.items())[:5]
         ]
         warnings.warn(
-            f"the bytes of {len(doubtful)} tokens are in doubt, and so are constraints and texts that "
-            f"hold them: {', '.join(named)}{', …' if len(doubtful) > 5 else ''}. Rows are right",
+            f"the bytes of some tokens ({len(doubtful)}) are in doubt, and so are constraints and texts "
+            f"that hold them: {', '.join(named)}{', …' if len(doubtful) > 5 else ''}. Rows are right",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -233,13 +233,13 @@ def test_replicas_take_the_gpus_of_this_host(
 def test_replicas_without_gpus_are_refused_or_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other hosts may join a cluster; the one that genrt started has only this."""
     monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray := FakeRay(gpus=3)))
-    few = "2 replicas need 4 GPUs, and 3 of 3 are free$"
+    few = "2 replicas need 4 GPUs, with 3 of 3 free$"
     with pytest.raises(EngineUnsupported, match=few):
         opened(partial(int), 2, 2)
     assert ray.calls[-2:] == ["shutdown", "killed"]
     for ray in (FakeRay(connected=True, gpus=2), FakeRay(running=True, gpus=2)):
         monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray))
-        few = "2 replicas need 2 GPUs, and 1 of 2 are free: they wait"
+        few = "2 replicas need 2 GPUs, with 1 of 2 free: they wait"
         with pytest.warns(RuntimeWarning, match=few):
             opened(partial(int), 2, 1)
         assert ray.calls[-1] == 1
@@ -250,9 +250,7 @@ def test_runtimes_of_one_process_divide_its_gpus(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(actors, "connection", joined(monkeypatch, ray := FakeRay(gpus=2)))
     monkeypatch.setattr(actors, "ray_host", lambda: "here")
     one = opened(partial(int), 1, 1)
-    with pytest.raises(
-        EngineUnsupported, match="2 replicas need 2 GPUs, and 1 of 2 are free: close"
-    ):
+    with pytest.raises(EngineUnsupported, match="2 replicas need 2 GPUs, with 1 of 2 free: close"):
         opened(partial(int), 2, 1)
     two = opened(partial(int), 1, 1)
     for each in (one, two):
@@ -260,7 +258,7 @@ def test_runtimes_of_one_process_divide_its_gpus(monkeypatch: pytest.MonkeyPatch
         each.close()
     several = opened(partial(int), 3, 1)
     assert ray.calls[-1] == 0.5
-    with pytest.raises(EngineUnsupported, match=r"1 replicas need 1 GPUs, and 0\.5 of 2 are free"):
+    with pytest.raises(EngineUnsupported, match=r"^1 replica needs 1 GPU, with 0\.5 of 2 free"):
         opened(partial(int), 1, 1)
     several.close()
     assert ray.calls[-2:] == ["shutdown", "killed"]

@@ -364,7 +364,9 @@ async def test_what_fails_or_is_cancelled_changes_nothing(lm: AsyncLM) -> None:
         await conversation.ask(timeout=0)
     with pytest.raises(InvalidRequest, match="temperature"):
         await conversation.ask(temperature=-1)
-    with pytest.raises(InvalidRequest, match="give max_new_tokens"):
+    with pytest.raises(
+        InvalidRequest, match="ask has no option 'max_tokens': did you mean max_new_tokens"
+    ):
         await conversation.ask(max_tokens=3)
     task = asyncio.create_task(conversation.ask(ignore_eos=True))
     await asyncio.sleep(0)

@@ -167,7 +167,7 @@ async def test_samples_come_as_they_finish_each_of_its_own_length(lm: AsyncLM) -
 BATCH, LENGTHS = padded([[0, 1, 2], [3]])
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": BATCH[0]}, r"integers \[batch, time\], got torch.int64 of shape \[3\]"),
-    ({"input_lengths": torch.tensor([3])}, "input_ids has 2 rows, and input_lengths 1 lengths"),
+    ({"input_lengths": torch.tensor([3])}, "input_lengths has length 1, not 2: one for each row"),
     ({"input_lengths": torch.tensor([3, 4])}, "row 1: input_lengths says 4, and input_ids is 3"),
     ({"input_lengths": torch.tensor([-1, 1])}, "row 0: input_lengths says -1"),
     ({"input_lengths": torch.tensor([3, 0]), "input_ids": BATCH * (BATCH < 3)}, "row 1 is empty"),
@@ -176,7 +176,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": BATCH + 9}, "row 1, position 1 of input_ids: there is 9"),
     ({"input_ids": BATCH + 9, "pad_value": 9}, "token ids of row 0 must be in the vocabulary"),
     ({"pad_value": 2**40, "input_ids": BATCH.int()}, "does not fit torch.int32"),
-    ({"stop_strings": [["a"]]}, "stop_strings is given for 1 samples, and the batch has 2"),
+    ({"stop_strings": [["a"]]}, "stop_strings has length 1, not 2: give one for each sample"),
     ({"stop_strings": [["a"], 5]}, "stop must be a list of texts, got 5"),
     ({"stop_token_ids": [[1], [2]]}, "stop_token_ids must be int"),
     ({"seed": [1]}, "seed must be an int"),

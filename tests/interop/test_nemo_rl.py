@@ -391,7 +391,7 @@ WRONG_DATA: list[tuple[Any, str]] = [
     ({"input_ids": DATA["input_ids"]}, "no 'input_lengths'"),
     ({**DATA, "input_lengths": torch.tensor([1, 1])}, "row 0, position 1 of input_ids"),
     ({**DATA, "input_lengths": torch.tensor([4, 1])}, "row 0: input_lengths says 4"),
-    ({**DATA, "input_lengths": torch.tensor([3])}, "2 rows, and input_lengths 1"),
+    ({**DATA, "input_lengths": torch.tensor([3])}, "input_lengths has length 1, not 2"),
     ({**DATA, "input_ids": DATA["input_ids"][0]}, r"integers \[batch, time\]"),
     ({**DATA, "vllm_images": [[], [object()]]}, "take no vllm_images"),
 ]

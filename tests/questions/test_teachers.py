@@ -103,7 +103,7 @@ def test_a_tail_is_exact_however_small_it_is() -> None:
         ({"top": 12}, InvalidRequest, "top"),
         ({"top": True}, InvalidRequest, "top"),
         ({"start": 0}, InvalidRequest, "start"),
-        ({"start": 4}, InvalidRequest, "a text has 3 tokens, fewer than start=4"),
+        ({"start": 4}, InvalidRequest, "a text has length 3, less than start=4"),
         ({"temperature": 0.0}, InvalidRequest, "positive"),
         ({"adapter": "none"}, UnknownAdapter, "none"),
         ({"timeout": -1.0}, InvalidRequest, "timeout"),

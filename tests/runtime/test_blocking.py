@@ -230,7 +230,7 @@ def test_an_interrupt_out_of_a_twin_with_a_lasting_effect_leaves_none(
 async def test_an_interrupt_in_a_pause_of_anothers_leaves_that_pause() -> None:
     async with genrt.load(engine=Trained) as lm:
         await lm.pause()
-        _, undo = await thread_of(lm).lifecycle.sleep(1)  # as the twin calls it
+        _, undo = await thread_of(lm).lifecycle.sleep(1, {})  # as the twin calls it
         undo()
         assert await lm.wake_up()
         assert thread_of(lm).lifecycle.state == "drained"

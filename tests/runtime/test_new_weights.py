@@ -114,6 +114,7 @@ BAD: dict[str, Any] = {
     "complex": {"table": TABLE.to(torch.complex64)},
     "bools": {"table": TABLE > 0},
     "sparse": {"table": TABLE.to_sparse()},
+    "without numbers": {"table": TABLE.to("meta")},
     "no tensor": {"table": [1.0]},
     "None for a tensor": {"table": None},
     "a number for a name": {1: TABLE},

@@ -255,5 +255,3 @@ def test_a_text_or_a_conversation_is_what_all_that_begin_with_it_share() -> None
                 lm.warm_up_sync(given)
         with pytest.raises(ContextTooLong):
             lm.warm_up_sync([1] * (lm.max_model_len + 1))
-        with pytest.raises(TypeError, match="unexpected"):
-            lm.warm_up_sync([1], device="cpu")  # type: ignore[call-arg]

@@ -268,9 +268,9 @@ async def test_a_pause_waits_for_texts_that_an_update_did_not_wait_for(lm: Async
 async def test_what_is_wrong_is_refused(lm: AsyncLM) -> None:
     table = {"table": MODELS[1].table}
     for options, message in (
-        ({"pending": "go on"}, 'or "continue"'),
+        ({"pending": "go on"}, "must be 'finish', 'restart' or 'continue', got 'go on'"),
         ({"kv_cache": "keep"}, "pending"),
-        ({"kv_cache": "drop", "pending": "continue"}, "recompute"),
+        ({"kv_cache": "drop", "pending": "continue"}, "'recompute', 'keep' or None, got 'drop'"),
     ):
         with pytest.raises(InvalidRequest, match=message):
             await lm.update_weights(table, **options)  # type: ignore[arg-type]
