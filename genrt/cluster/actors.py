@@ -24,12 +24,12 @@ from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from genrt.cluster.ranks import die_with, preload_vllm
 from genrt.cluster.replica import Replica
 from genrt.engines.folders import Folder, sweep
-from genrt.errors import EngineNotInstalled, EngineUnsupported, GenrtError, InvalidRequest
+from genrt.errors import EngineNotInstalled, EngineUnsupported, InvalidRequest
 
 T = TypeVar("T")
 
@@ -382,11 +382,10 @@ class Actors:
         sweep()  # the folders of killed replicas
 
     def _translated(self, error: Exception) -> Exception:
-        """Return the error of a call as one of genrt's, or as ``Gone``."""
+        """Return the error that a call raised in its replica, or Ray's own as ``Gone``."""
         errors = self._ray.exceptions
-        cause = error.cause if isinstance(error, errors.RayTaskError) else error
-        if isinstance(cause, GenrtError):
-            return cause
+        if isinstance(error, errors.RayTaskError):
+            return cast("Exception", error.cause)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return Gone(reason, is_final=isinstance(error, errors.ActorDiedError))
 

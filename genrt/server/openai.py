@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import traceback
 from argparse import Namespace
 from collections import UserDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields
 from typing import Any, NoReturn, TypeAlias
@@ -165,7 +166,8 @@ async def openai_application(
     try:
         validate_api_server_args(arguments)
         own = Namespace(**vars(arguments) | {"allowed_origins": []})  # no page of another site
-        application = build_app(own, TASKS, config.model_config)
+        with _levels_kept():
+            application = build_app(own, TASKS, config.model_config)
         await init_app_state(client, application.state, arguments, TASKS)
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidRequest(f"vLLM's front end does not take these options: {error}") from error
@@ -178,6 +180,20 @@ async def openai_application(
     routes = application.router.routes
     routes[:] = [each for each in routes if getattr(each, "path", None) not in CLOSED]
     return _with_checks(application, bodies), client
+
+
+@contextlib.contextmanager
+def _levels_kept() -> Iterator[None]:
+    """Restore the levels of the root logger and its handlers, which a package that vLLM imports here
+    raises to ERROR."""
+    root = logging.getLogger()
+    several: list[Any] = [root, *root.handlers]
+    levels = [each.level for each in several]
+    try:
+        yield
+    finally:
+        for each, level in zip(several, levels, strict=True):
+            each.setLevel(level)
 
 
 def _keep_failures(application: Any) -> None:

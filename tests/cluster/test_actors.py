@@ -17,10 +17,10 @@ import pytest
 
 import genrt
 from genrt.cluster import actors
-from genrt.cluster.actors import Actors, RayConnection
+from genrt.cluster.actors import Actors, Gone, RayConnection
 from genrt.engines.exact import NGram
 from genrt.engines.folders import sweep
-from genrt.errors import EngineNotInstalled, EngineUnsupported, InvalidRequest
+from genrt.errors import EngineFailed, EngineNotInstalled, EngineUnsupported, InvalidRequest
 from tests.cluster.ray_program import lives
 from tests.cluster.two_nodes import have_ended
 
@@ -262,6 +262,22 @@ def test_runtimes_of_one_process_divide_its_gpus(monkeypatch: pytest.MonkeyPatch
         opened(partial(int), 1, 1)
     several.close()
     assert ray.calls[-2:] == ["shutdown", "killed"]
+
+
+def test_an_error_in_a_replica_is_no_death_of_it() -> None:
+    """What a call raises there is its own error, so that the replica is killed and starts again; only
+    Ray's errors are ``Gone``."""
+    from ray import exceptions
+
+    actors: Any = object.__new__(Actors)
+    actors._ray = SimpleNamespace(exceptions=exceptions)
+    own = [ImportError("half a module"), EngineFailed("the step failed")]
+    raised = [exceptions.RayTaskError("prepare", "", each) for each in own]
+    assert [actors._translated(each) for each in raised] == own
+    assert [actors._translated(each.as_instanceof_cause()) for each in raised] == own
+    died = [exceptions.ActorUnavailableError("it restarts", None), exceptions.ActorDiedError()]
+    gone = [actors._translated(each) for each in died]
+    assert [(type(each), each.is_final) for each in gone] == [(Gone, False), (Gone, True)]
 
 
 def test_a_failure_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from itertools import product
@@ -24,6 +25,7 @@ import genrt
 from genrt.errors import InvalidRequest
 from genrt.lm import AsyncLM
 from genrt.server import Server, serving
+from genrt.server import openai as front_end
 from genrt.server.client import RuntimeClient
 from genrt.server.openai import HONOURED, front_end_options, options_of
 from tests.waiting import until
@@ -402,6 +404,28 @@ def test_arguments_of_vllm_serve_are_told_apart() -> None:
         options_of(["--port", "1"])
     of_033 = {"reasoning_effort_map"}
     assert of_033 >= HONOURED - vars(front_end_options({})).keys()
+
+
+async def test_the_levels_of_the_programs_own_log_stay(
+    lm: AsyncLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that vLLM imports for its application changes them, once in a process."""
+    root, handler = logging.getLogger(), logging.NullHandler()
+    build_app = vars(front_end)["build_app"]
+
+    def importing(*given: Any) -> Any:
+        for each in (root, handler):
+            each.setLevel(logging.CRITICAL)
+        return build_app(*given)
+
+    monkeypatch.setattr(front_end, "build_app", importing)
+    before = root.level
+    root.addHandler(handler)
+    try:
+        async with serving(lm, options=OPTIONS):
+            assert (root.level, handler.level) == (before, logging.NOTSET)
+    finally:
+        root.removeHandler(handler)
 
 
 async def test_prefixes_open_nothing_and_pages_of_other_sites_get_nothing(lm: AsyncLM) -> None:
