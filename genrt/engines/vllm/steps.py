@@ -153,12 +153,13 @@ class DecodeSteps:
         """Launch the next step, of any number of tokens for each of ``count`` requests, and end it.
         Return ``None`` if vLLM must run its own step, or if there are more or fewer requests."""
         step, before = self._next_block, self._block
-        is_prepared = step is not None and self._is_next(step, count)
-        self._unused += not is_prepared and (self._prepared or step) is not None
+        if step is not None and not self._is_next(step, count):
+            step, self._unused = None, self._unused + 1
+        self._unused += self._prepared is not None
         self.discard()
         self._steps += 1
         self._block = None
-        if step is not None and is_prepared:
+        if step is not None:
             states, self._block = self._runner.run_prepared_block(step, self._running), step
             own = set(step.request_ids)
             self._tokens = self._tokens.without(own)
