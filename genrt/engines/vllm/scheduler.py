@@ -213,7 +213,8 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         self, requests: Sequence[Request], *, tokens_ahead: int | None, counts: Sequence[int] = ()
     ) -> SchedulerOutput | None:
         """Schedule these requests' tokens, one each if they are ahead, or so many ``counts``."""
-        if not self._nothing_but(requests, tokens_ahead=tokens_ahead):
+        own = max(counts, default=1) if tokens_ahead == 0 else 0
+        if not self._nothing_but(requests, tokens_ahead=tokens_ahead, own=own):
             return None
         # Forks need no more room: it was checked when they were reassigned.
         if self.parked and len(requests) == len(self.running):
@@ -221,9 +222,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         counts = counts or [1] * len(requests)
         if tokens_ahead is None:
             counts = [len(each._all_token_ids) - each.num_computed_tokens for each in requests]
-        lengths = (each.num_computed_tokens for each in requests)
-        longest = max(map(sum, zip(lengths, counts, strict=True)))
-        if sum(counts) > self.max_num_scheduled_tokens or longest >= self.max_model_len:
+        if sum(counts) > self.max_num_scheduled_tokens:
             return None
         return self._some_tokens_each(requests, counts)
 
@@ -244,9 +243,11 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
         self._begin_decode_step()
         return True
 
-    def _nothing_but(self, requests: Sequence[Request], *, tokens_ahead: int | None) -> bool:
+    def _nothing_but(
+        self, requests: Sequence[Request], *, tokens_ahead: int | None, own: int = 0
+    ) -> bool:
         """Return whether these are all requests to schedule, open, with ``tokens_ahead`` tokens to
-        compute; ``None`` is any number above 0."""
+        compute, ``None`` is any number above 0, and with room for ``own`` further ones."""
         if (
             not requests
             or self.waiting
@@ -259,7 +260,7 @@ class OpenScheduler(AsyncScheduler):  # type: ignore[misc]
             or not self._open.issuperset([request.request_id for request in requests])
         ):
             return False
-        most = self.max_model_len - 1  # a step reserves a place for vLLM's own token after it
+        most = self.max_model_len - 1 - own  # a step reserves a place for vLLM's own token after it
         for request in requests:
             length = len(request._all_token_ids)
             ahead = length - request.num_computed_tokens
